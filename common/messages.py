@@ -1,0 +1,265 @@
+"""Everything that processes say to each other. Nouns; durations, never instants; token lists as int32 bytes.
+
+    router  --Watch-->   worker          Watch, then WorkerState whenever it changes
+    router  <-Session->  decode worker   Hello; Submit, Route, Cancel  ->  <-  Admitted, PrefillDone, TokenBatch, Failed
+    decode  <-Handoff->  prefill worker  HandoffRequest, PagesTaken, half-close  ->  <-  PagesReady, FirstTokens, Failed
+    decode  --Link-->    prefill worker  LinkRequest  ->  <-  LinkReply
+
+KV pages never travel here: pages are named here and moved by NIXL.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from common.errors import MalformedMessage, TandemError, from_code
+from common.types import FinishReason, RequestId, Role, SamplingParams, TokenLogprobs
+from common.wire import wire_message
+
+PROTOCOL_VERSION = 1
+
+
+def pack_tokens(token_ids: NDArray[np.int32] | list[int]) -> bytes:
+    return np.asarray(token_ids, dtype="<i4").tobytes()
+
+
+def unpack_tokens(data: bytes) -> NDArray[np.int32]:
+    """[num_tokens] int32, read-only. Raises MalformedMessage."""
+    if len(data) % 4:
+        raise MalformedMessage("token ids are not whole 32-bit words")
+    return np.frombuffer(data, dtype="<i4").astype(np.int32, copy=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateRequest:
+    """One request as workers know it. A resubmission carries the tokens generated so far in `token_ids`.
+
+    `num_prompt_tokens` is the length of the original prompt. `output_index` is the index of the first output that
+    this request stands for (0, unless a single output of n > 1 is resubmitted).
+    """
+
+    request_id: RequestId
+    token_ids: bytes
+    num_prompt_tokens: int
+    sampling: SamplingParams
+    output_index: int = 0
+    priority: int = 0
+    cache_salt: str = ""
+    deadline_s: float | None = None
+
+
+# --- Watch -----------------------------------------------------------------------------------------------------
+
+
+@wire_message
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Watch:
+    protocol: int = PROTOCOL_VERSION
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolLoad:
+    """Packed and exact pages of a pool, counted together: total = free + cached + held."""
+
+    total: int
+    free: int
+    cached: int
+    held: int
+
+
+@wire_message
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerState:
+    """Who a worker is (fixed for an incarnation) and how busy it is."""
+
+    role: Role
+    incarnation: str
+    pid: int
+    metrics: str
+    model_fingerprint: str
+    layout: str
+    block_size: int
+    max_model_len: int
+    max_prompt_tokens: int
+    """Longest prompt plus answer that the idle pool can hold."""
+    draining: bool
+    blocks: PoolLoad
+    running: int
+    waiting: int
+    num_queued_tokens: int
+    """Prompt tokens accepted and not computed yet."""
+    protocol: int = PROTOCOL_VERSION
+
+
+# --- Session ---------------------------------------------------------------------------------------------------
+
+
+@wire_message
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hello:
+    """First message of a session: which router this is, and which life of the worker it means to talk to."""
+
+    router_id: str
+    incarnation: str
+    protocol: int = PROTOCOL_VERSION
+
+
+@wire_message
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Submit:
+    request: GenerateRequest
+
+
+@wire_message
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Admitted:
+    """The decode worker has blocks for the prompt. `num_cached_tokens` of it are in its own prefix cache.
+
+    The router answers with a Route, unless `needs_route` is false (nothing is left worth a hand-off, or the
+    worker is colocated): then it prefills by itself.
+    """
+
+    request_id: RequestId
+    num_cached_tokens: int
+    needs_route: bool
+
+
+@wire_message
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Route:
+    """Where the prompt is computed: the address of a prefill worker and its incarnation; None: locally."""
+
+    request_id: RequestId
+    prefill: str | None
+    incarnation: str | None = None
+
+
+@wire_message
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cancel:
+    request_id: RequestId
+
+
+@wire_message
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillDone:
+    """The prompt is computed. Precedes the first token in the session. `num_cached_tokens` were not computed anew."""
+
+    request_id: RequestId
+    num_cached_tokens: int
+
+
+@wire_message
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenBatch:
+    """Columns over the tokens of one step that belong to this session.
+
+    `finish_reasons[i]` is set on the last token of an output; the worker forgets the request when all its outputs
+    have ended. `logprobs` is empty when no row asked for any.
+    """
+
+    request_ids: tuple[RequestId, ...]
+    output_indices: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    finish_reasons: tuple[FinishReason | None, ...]
+    logprobs: tuple[TokenLogprobs | None, ...] = ()
+
+
+@wire_message
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failed:
+    """The request (all its outputs) ended in an error; `code` names a class of common/errors.py."""
+
+    request_id: RequestId
+    code: str
+    message: str
+    retry_after_s: float | None = None
+
+    @staticmethod
+    def of(request_id: RequestId, error: TandemError) -> "Failed":
+        return Failed(
+            request_id=request_id,
+            code=error.code,
+            message=error.message,
+            retry_after_s=error.retry_after_s,
+        )
+
+    def error(self) -> TandemError:
+        return from_code(self.code, self.message, self.retry_after_s)
+
+
+# --- Handoff ---------------------------------------------------------------------------------------------------
+
+
+@wire_message
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HandoffRequest:
+    """First message of a hand-off. The receiver already holds the leading `num_held_blocks` blocks."""
+
+    request: GenerateRequest
+    incarnation: str
+    num_held_blocks: int
+
+
+@wire_message
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PagesReady:
+    """Finished pages of consecutive blocks, from block `first_block` of the prompt on. Columns.
+
+    `kinds` holds a `PageKind` per page. A page's content hash is not sent: the receiver knows the tokens.
+    """
+
+    first_block: int
+    kinds: bytes
+    block_ids: tuple[int, ...]
+    generations: tuple[int, ...]
+
+
+@wire_message
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FirstTokens:
+    """One sampled token for each output, in output order. The prompt is computed and every page announced."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs | None, ...]
+    num_cached_tokens: int
+
+
+@wire_message
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PagesTaken:
+    """The receiver has verified copies of these blocks of the prompt; the sender may let go of them."""
+
+    blocks: tuple[int, ...]
+
+
+# --- Link ------------------------------------------------------------------------------------------------------
+
+
+@wire_message
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkRequest:
+    incarnation: str
+    layout: str
+    layout_fingerprint: bytes
+    protocol: int = PROTOCOL_VERSION
+
+
+@wire_message
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkReply:
+    """Who the sender of pages is and how its pool is reached.
+
+    `pages` describes the pool for the transport: (base address, page bytes, number of pages) of the packed and of
+    the exact pages. `numeric_incarnation` is the value its pages' tags carry.
+    """
+
+    incarnation: str
+    numeric_incarnation: int
+    layout: str
+    layout_fingerprint: bytes
+    agent_name: str
+    agent_metadata: bytes
+    pages: tuple[tuple[int, int, int], ...]
+    protocol: int = PROTOCOL_VERSION

@@ -1,0 +1,332 @@
+"""Streams of messages between processes, over gRPC.
+
+Every internal call is a two-way stream of messages (common/messages.py). A `Stream` is one end of it; the one here
+runs over grpc.aio, `MemoryStream` joins two ends inside a process (tests, the simulator). A stream that ends with a
+`TandemError` on one side raises the same error on the other; a lost peer raises `WorkerLost`. A server stops serving
+a stream by returning (clean end) or raising.
+
+Keepalive: pings every 2 s also without calls, answered within 5 s, so a silent peer is noticed within 7 s.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from typing import Any, Protocol
+
+import grpc
+import grpc.aio
+
+from common.errors import ConfigError, InternalError, MalformedMessage, TandemError, WorkerLost, from_code
+from common.wire import MAX_MESSAGE_BYTES, decode, encode
+
+log = logging.getLogger(__name__)
+
+SERVICE = "tandem.Worker"
+KEEPALIVE_S = 2.0
+KEEPALIVE_TIMEOUT_S = 5.0
+_ERROR_CODE = "tandem-code"
+
+OPTIONS: list[tuple[str, Any]] = [
+    ("grpc.keepalive_time_ms", int(KEEPALIVE_S * 1000)),
+    ("grpc.keepalive_timeout_ms", int(KEEPALIVE_TIMEOUT_S * 1000)),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 1000),
+    ("grpc.http2.min_ping_interval_without_data_ms", 1000),
+    ("grpc.http2.max_ping_strikes", 0),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.so_reuseport", 0),
+    ("grpc.enable_retries", 0),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.use_local_subchannel_pool", 1),
+]
+
+
+class Stream(Protocol):
+    """One end of a two-way stream of messages."""
+
+    async def send(self, message: object) -> None:
+        """Raises WorkerLost when the other side is gone, or the error it ended with."""
+        ...
+
+    async def receive(self) -> object | None:
+        """The next message; None when the other side has sent its last one. Raises like `send`."""
+        ...
+
+    async def finish(self) -> None:
+        """This side sends nothing more (half-close)."""
+        ...
+
+    def cancel(self) -> None:
+        """Ends the stream at once, on both sides."""
+        ...
+
+
+Handler = Callable[[Stream], Awaitable[None]]
+
+
+class Peer(Protocol):
+    """A process that can be called."""
+
+    def open(self, method: str) -> Stream: ...
+
+    async def close(self) -> None: ...
+
+
+Connect = Callable[[str], Peer]
+
+
+class GrpcStream:
+    """Client end."""
+
+    def __init__(self, call: Any, address: str) -> None:
+        self._call = call
+        self._address = address
+
+    async def send(self, message: object) -> None:
+        try:
+            await self._call.write(message)
+        except asyncio.InvalidStateError:
+            raise WorkerLost(f"the stream to {self._address} has ended") from None
+        except grpc.aio.AioRpcError as error:
+            raise _translated(error, self._address) from None
+
+    async def receive(self) -> object | None:
+        try:
+            message = await self._call.read()
+        except grpc.aio.AioRpcError as error:
+            raise _translated(error, self._address) from None
+        if message is grpc.aio.EOF:
+            # the status, and with it a typed error, arrives only after the last message
+            code = await self._call.code()
+            if code != grpc.StatusCode.OK:
+                raise _translated_status(
+                    code, await self._call.details(), await self._call.trailing_metadata(), self._address
+                )
+            return None
+        return message  # type: ignore[no-any-return]
+
+    async def finish(self) -> None:
+        with contextlib.suppress(asyncio.InvalidStateError, grpc.aio.AioRpcError):
+            await self._call.done_writing()
+
+    def cancel(self) -> None:
+        self._call.cancel()
+
+
+class GrpcPeer:
+    """A channel to one address."""
+
+    def __init__(self, address: str, credentials: grpc.ChannelCredentials | None = None) -> None:
+        self._address = address
+        self._channel = (
+            grpc.aio.insecure_channel(address, options=OPTIONS)
+            if credentials is None
+            else grpc.aio.secure_channel(address, credentials, options=OPTIONS)
+        )
+
+    def open(self, method: str) -> GrpcStream:
+        call = self._channel.stream_stream(
+            f"/{SERVICE}/{method}", request_serializer=encode, response_deserializer=_decode_or_error
+        )
+        return GrpcStream(call(wait_for_ready=False), self._address)
+
+    async def close(self) -> None:
+        await self._channel.close(grace=None)
+
+
+def connect(address: str) -> GrpcPeer:
+    return GrpcPeer(address)
+
+
+class _ServerStream:
+    """Server end."""
+
+    def __init__(self, requests: AsyncIterator[object], context: Any) -> None:
+        self._requests = requests
+        self._context = context
+
+    async def send(self, message: object) -> None:
+        try:
+            await self._context.write(message)
+        except (grpc.aio.AioRpcError, grpc.aio.BaseError, asyncio.InvalidStateError, OSError) as error:
+            raise WorkerLost(f"the caller is gone: {type(error).__name__}") from None
+
+    async def receive(self) -> object | None:
+        try:
+            message = await anext(self._requests)
+        except StopAsyncIteration:
+            return None
+        except (grpc.aio.AioRpcError, grpc.aio.BaseError, asyncio.InvalidStateError) as error:
+            raise WorkerLost(f"the caller is gone: {type(error).__name__}") from None
+        if isinstance(message, MalformedMessage):
+            raise message
+        return message
+
+    async def finish(self) -> None:
+        """A server finishes by returning from its handler."""
+
+    def cancel(self) -> None:
+        self._context.cancel()
+
+
+class RpcServer:
+    """Serves handlers by method name on one address; `port` is the one really taken."""
+
+    def __init__(self, server: grpc.aio.Server, port: int) -> None:
+        self._server = server
+        self.port = port
+
+    async def stop(self, grace_s: float) -> None:
+        await self._server.stop(grace_s)
+
+
+async def serve(
+    address: str,
+    handlers: Mapping[str, Handler],
+    credentials: grpc.ServerCredentials | None = None,
+) -> RpcServer:
+    """Raises ConfigError when the address cannot be had."""
+    server = grpc.aio.server(options=OPTIONS)
+    methods = {
+        name: grpc.stream_stream_rpc_method_handler(
+            _adapt(handler), request_deserializer=_decode_or_error, response_serializer=encode
+        )
+        for name, handler in handlers.items()
+    }
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, methods),))
+    try:
+        port = (
+            server.add_insecure_port(address)
+            if credentials is None
+            else server.add_secure_port(address, credentials)
+        )
+    except RuntimeError:
+        port = 0
+    if port == 0:
+        raise ConfigError(f"cannot listen on {address}: is the port taken?")
+    await server.start()
+    return RpcServer(server, port)
+
+
+def _adapt(handler: Handler) -> Any:
+    async def serve_stream(requests: AsyncIterator[object], context: Any) -> None:
+        try:
+            await handler(_ServerStream(requests, context))
+        except TandemError as error:
+            await _abort(context, error)
+        except asyncio.CancelledError:
+            raise
+        except Exception:
+            log.exception("a stream handler failed")
+            await _abort(context, InternalError("internal error; see the worker's log"))
+
+    return serve_stream
+
+
+async def _abort(context: Any, error: TandemError) -> None:
+    with contextlib.suppress(grpc.aio.BaseError, asyncio.InvalidStateError):
+        await context.abort(
+            getattr(grpc.StatusCode, error.grpc_status),
+            error.message,
+            trailing_metadata=((_ERROR_CODE, error.code),),
+        )
+
+
+def _decode_or_error(data: bytes) -> object:
+    """gRPC would turn an exception here into a bare status; keep it typed."""
+    try:
+        return decode(data)
+    except MalformedMessage as error:
+        return error
+
+
+def _translated(error: grpc.aio.AioRpcError, address: str) -> TandemError:
+    return _translated_status(error.code(), error.details(), error.trailing_metadata(), address)
+
+
+def _translated_status(code: grpc.StatusCode, details: str | None, trailing: Any, address: str) -> TandemError:
+    for key, value in trailing or ():
+        if key == _ERROR_CODE:
+            return from_code(str(value), details or "")
+    return WorkerLost(f"{address}: {code.name.lower()}: {details or 'connection lost'}")
+
+
+class MemoryStream:
+    """One end of a stream inside a process. Made in pairs by `memory_streams`."""
+
+    def __init__(self) -> None:
+        self._inbox: asyncio.Queue[object] = asyncio.Queue()
+        self._other: MemoryStream
+        self._error: TandemError | None = None
+        self._has_finished = False
+
+    async def send(self, message: object) -> None:
+        if self._error is not None:
+            raise self._error
+        if self._has_finished:
+            raise WorkerLost("the stream has ended")
+        self._other._inbox.put_nowait(encode(message))
+
+    async def receive(self) -> object | None:
+        if self._error is not None:
+            raise self._error
+        item = await self._inbox.get()
+        if item is None:
+            self._inbox.put_nowait(None)
+            return None
+        if isinstance(item, TandemError):
+            self._error = item
+            raise item
+        assert isinstance(item, bytes)
+        return decode(item)
+
+    async def finish(self) -> None:
+        if not self._has_finished:
+            self._has_finished = True
+            self._other._inbox.put_nowait(None)
+
+    def cancel(self) -> None:
+        self.break_with(WorkerLost("the stream was cancelled"))
+
+    def break_with(self, error: TandemError) -> None:
+        """Both ends see `error` from now on (after what is already in their inboxes)."""
+        for end in (self, self._other):
+            end._has_finished = True
+            end._inbox.put_nowait(error)
+
+
+def memory_streams() -> tuple[MemoryStream, MemoryStream]:
+    left, right = MemoryStream(), MemoryStream()
+    left._other, right._other = right, left
+    return left, right
+
+
+class MemoryPeer:
+    """Calls handlers of the same process through memory streams."""
+
+    def __init__(self, handlers: Mapping[str, Handler], group: Any) -> None:
+        self._handlers = handlers
+        self._group = group
+        self.streams: list[MemoryStream] = []
+
+    def open(self, method: str) -> MemoryStream:
+        ours, theirs = memory_streams()
+        self.streams.append(ours)
+        self._group.start_soon(self._run, self._handlers[method], theirs)
+        return ours
+
+    async def _run(self, handler: Handler, stream: MemoryStream) -> None:
+        try:
+            await handler(stream)
+            await stream.finish()
+        except TandemError as error:
+            stream.break_with(error)
+
+    async def close(self) -> None:
+        for stream in self.streams:
+            stream.cancel()
