@@ -111,6 +111,7 @@ def convert(gguf: Path, target: Path) -> None:
     write_json(target / "generation_config.json", generation_config(config))
     write_tokenizer(fields, target, config)
     for path in sorted(target.iterdir()):
+        path.chmod(0o644)  # containers read it under another user id; safetensors writes 0600
         sync(path)
 
 
