@@ -1,0 +1,43 @@
+# Every target installs what it needs into .venv first, and does nothing there the second time.
+PYTHON ?= python3
+BIN := .venv/bin
+ARGS ?=
+SETUP_ARGS ?=
+
+.PHONY: setup setup-test serve test test-all bench fmt check lock clean
+
+setup:
+	@command -v $(PYTHON) >/dev/null || { echo "setup: $(PYTHON) is not installed; on Debian: apt-get install python3 python3-venv" >&2; exit 2; }
+	@$(PYTHON) setup/install.py $(SETUP_ARGS)
+	@$(BIN)/tandem demo-model >/dev/null
+
+setup-test: setup
+	@$(PYTHON) setup/install.py --test $(SETUP_ARGS)
+
+serve: setup
+	@$(BIN)/tandem serve $(ARGS)
+
+test: setup-test
+	$(BIN)/python -m pytest -m "not slow and not gpu" $(ARGS)
+
+test-all: setup-test
+	$(BIN)/python -m pytest -m "not gpu" $(ARGS)
+
+bench: setup-test
+	$(BIN)/python -m bench $(ARGS)
+
+fmt: setup-test
+	$(BIN)/ruff check --fix-only --quiet .
+	$(BIN)/ruff format .
+
+check: setup-test
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+lock:
+	setup/lock.sh
+
+clean:
+	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,188 @@
+"""Creates .venv and installs the locked dependencies and this project into it: `make setup`, with --test `make test`.
+
+    python3 setup/install.py [--test] [--torch-index URL]
+
+Runs under the system's Python, so it uses the standard library only. What was done is stamped, with a hash over everything
+it depends on, after it was done; the next run compares the stamp and does nothing. Interrupted, it starts the unfinished
+step again. The order is: hashed packages, then torch and triton, then nixl, then the project itself, editable.
+"""
+
+import argparse
+import fcntl
+import hashlib
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+VENV = ROOT / ".venv"
+PYTHON = VENV / "bin" / "python"
+LOCKS = ROOT / "locks"
+CPU_INDEX = "https://download.pytorch.org/whl/cpu"
+CPU_INDEX_TIMEOUT_S = 10
+MINIMUM = (3, 11)
+
+
+class SetupFailed(Exception):
+    pass
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="create .venv and install Tandem's locked dependencies")
+    parser.add_argument("--test", action="store_true", help="what tests, benchmarks and checks need as well")
+    parser.add_argument("--torch-index", metavar="URL", default=None, help="take torch from this package index")
+    options = parser.parse_args()
+    try:
+        with Path(__file__).open() as lock:
+            take_turn(lock.fileno())
+            install(test=options.test, torch_index=options.torch_index)
+    except SetupFailed as failure:
+        print(f"setup: {failure}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("setup: interrupted; run it again to go on", file=sys.stderr)
+        return 130
+    return 0
+
+
+def take_turn(descriptor: int) -> None:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        say("another setup is running here; waiting for it")
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+
+
+def install(test: bool, torch_index: str | None) -> None:
+    wanted, stamp = fingerprint(), VENV / ("stamp-test" if test else "stamp-worker")
+    if is_stamped(stamp, wanted):
+        return
+    create_venv()
+    with_test, base = VENV / "stamp-test", VENV / "stamp-worker"
+    if not is_stamped(base, wanted):
+        with_test.unlink(missing_ok=True)
+        step("installing locked packages", lambda: pip("--require-hashes", "-r", LOCKS / "worker.txt"))
+        step("installing torch and triton", lambda: install_torch(torch_index))
+        step("installing nixl", install_nixl)
+        step("installing tandem", install_project)
+        base.write_text(wanted)
+    if test:
+        step("installing test packages", lambda: pip("--require-hashes", "-r", LOCKS / "test.txt"))
+        with_test.write_text(wanted)
+
+
+def fingerprint() -> str:
+    """Hashes whatever decides what is installed, and where: an editable install names this folder."""
+    digest = hashlib.sha256(str(ROOT).encode())
+    for path in [*sorted(LOCKS.glob("*.txt")), ROOT / "pyproject.toml", Path(__file__)]:
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def is_stamped(stamp: Path, wanted: str) -> bool:
+    return PYTHON.exists() and stamp.exists() and stamp.read_text() == wanted
+
+
+def create_venv() -> None:
+    created = VENV / "stamp-created"
+    if created.exists() and PYTHON.exists():
+        return
+    try:
+        import ensurepip  # noqa: F401  # Debian ships it in another package
+        import venv
+    except ImportError:
+        raise SetupFailed("the Python module venv is missing; on Debian: apt-get install python3-venv") from None
+    step("creating .venv", lambda: venv.create(VENV, clear=True, with_pip=True))
+    created.write_text(sys.version)
+
+
+def install_torch(index: str | None) -> None:
+    if index is not None:
+        pip("--index-url", index, "--no-deps", "-r", LOCKS / "torch.txt")
+    elif has_gpu():
+        pip("-r", LOCKS / "torch.txt")
+        warn_of_old_driver()
+    else:
+        install_cpu_torch()
+
+
+def install_cpu_torch() -> None:
+    """The CPU build where PyTorch's own index answers; else whatever build the plain pin brings."""
+    once = ("--timeout", CPU_INDEX_TIMEOUT_S, "--retries", 0)
+    try:
+        pip("--index-url", CPU_INDEX, *once, "--no-deps", pin("torch.txt", "torch"))
+    except SetupFailed:
+        say("PyTorch's CPU builds cannot be reached; taking torch from the default index")
+        pip(pin("torch.txt", "torch"))
+    pip("--no-deps", pin("torch.txt", "triton"))
+
+
+def pin(lock: str, name: str) -> str:
+    lines = (LOCKS / lock).read_text().splitlines()
+    return next(line for line in lines if line.startswith(f"{name}=="))
+
+
+def has_gpu() -> bool:
+    if not list(Path("/dev").glob("nvidia[0-9]*")) and shutil.which("nvidia-smi") is None:
+        return False
+    listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False)
+    return listing.returncode == 0 and "GPU" in listing.stdout
+
+
+def warn_of_old_driver() -> None:
+    if ask("import torch; print(torch.cuda.is_available())") != "True":
+        cuda = ask("import torch; print(torch.version.cuda)")
+        say(
+            f"warning: this torch is built for CUDA {cuda} and does not see the GPU; update the driver, or give the"
+            " index of another build: make setup SETUP_ARGS='--torch-index URL'"
+        )
+
+
+def install_nixl() -> None:
+    """NIXL for the CUDA that torch was built for; without CUDA either would do."""
+    cuda = ask("import torch; print(torch.version.cuda)")
+    major = "13" if cuda.startswith("13") else "12"
+    pip("--no-deps", "-r", LOCKS / f"nixl-cu{major}.txt")
+
+
+def install_project() -> None:
+    # "compat" puts this folder on the path, so that packages added later are found without another install
+    compat = ("--config-settings", "editable_mode=compat")
+    pip("--no-deps", "--no-build-isolation", *compat, "--editable", ROOT)
+
+
+def pip(*arguments: object) -> None:
+    quiet = ["--quiet", "--quiet", "--disable-pip-version-check", "--no-input"]
+    command = [str(PYTHON), "-m", "pip", "install", *quiet, *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        lines = done.stderr.strip().splitlines()[-8:] or [f"pip exited with {done.returncode}"]
+        raise SetupFailed("\n  ".join(["pip failed:", *lines]))
+
+
+def ask(code: str) -> str:
+    done = subprocess.run([str(PYTHON), "-c", code], capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise SetupFailed(f"torch does not work in .venv: {done.stderr.strip().splitlines()[-1]}")
+    return done.stdout.strip()
+
+
+def step(text: str, action: Callable[[], None]) -> None:
+    started = time.monotonic()
+    say(f"{text} ...")
+    action()
+    say(f"{text}: {time.monotonic() - started:.0f} s")
+
+
+def say(text: str) -> None:
+    print(f"setup: {text}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    if sys.version_info < MINIMUM:
+        found = "%d.%d" % sys.version_info[:2]
+        sys.exit("setup: Tandem needs Python 3.11 or newer, this is %s; try: make PYTHON=python3.11 setup" % found)
+    sys.exit(main())
