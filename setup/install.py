@@ -1,10 +1,11 @@
-"""Creates .venv and installs the locked dependencies and this project into it: `make setup`, with --test `make test`.
+"""Creates .venv and installs the locked dependencies and this project into it.
 
     python3 setup/install.py [--test] [--torch-index URL]
 
-Runs under the system's Python, so it uses the standard library only. What was done is stamped, with a hash over everything
-it depends on, after it was done; the next run compares the stamp and does nothing. Interrupted, it starts the unfinished
-step again. The order is: hashed packages, then torch and triton, then nixl, then the project itself, editable.
+Called by `make setup`, with --test by `make test`. Runs under the system's Python, so it uses the
+standard library only. What was done is stamped afterwards, with a hash over everything it depends
+on; the next run compares the stamp and does nothing. Interrupted, it starts again where it was. The
+order is: hashed packages, then torch and triton, then nixl, then the project itself, editable.
 """
 
 import argparse
@@ -31,9 +32,15 @@ class SetupFailed(Exception):
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="create .venv and install Tandem's locked dependencies")
-    parser.add_argument("--test", action="store_true", help="what tests, benchmarks and checks need as well")
-    parser.add_argument("--torch-index", metavar="URL", default=None, help="take torch from this package index")
+    parser = argparse.ArgumentParser(
+        description="create .venv and install Tandem's locked dependencies"
+    )
+    parser.add_argument(
+        "--test", action="store_true", help="what tests, benchmarks and checks need as well"
+    )
+    parser.add_argument(
+        "--torch-index", metavar="URL", default=None, help="take torch from this package index"
+    )
     options = parser.parse_args()
     try:
         with Path(__file__).open() as lock:
@@ -64,7 +71,10 @@ def install(test: bool, torch_index: str | None) -> None:
     with_test, base = VENV / "stamp-test", VENV / "stamp-worker"
     if not is_stamped(base, wanted):
         with_test.unlink(missing_ok=True)
-        step("installing locked packages", lambda: pip("--require-hashes", "-r", LOCKS / "worker.txt"))
+        step(
+            "installing locked packages",
+            lambda: pip("--require-hashes", "-r", LOCKS / "worker.txt"),
+        )
         step("installing torch and triton", lambda: install_torch(torch_index))
         step("installing nixl", install_nixl)
         step("installing tandem", install_project)
@@ -75,7 +85,7 @@ def install(test: bool, torch_index: str | None) -> None:
 
 
 def fingerprint() -> str:
-    """Hashes whatever decides what is installed, and where: an editable install names this folder."""
+    """A hash of what decides what is installed, and where: an editable install names its folder."""
     digest = hashlib.sha256(str(ROOT).encode())
     for path in [*sorted(LOCKS.glob("*.txt")), ROOT / "pyproject.toml", Path(__file__)]:
         digest.update(path.read_bytes())
@@ -94,7 +104,9 @@ def create_venv() -> None:
         import ensurepip  # noqa: F401  # Debian ships it in another package
         import venv
     except ImportError:
-        raise SetupFailed("the Python module venv is missing; on Debian: apt-get install python3-venv") from None
+        raise SetupFailed(
+            "the Python module venv is missing; on Debian: apt-get install python3-venv"
+        ) from None
     step("creating .venv", lambda: venv.create(VENV, clear=True, with_pip=True))
     created.write_text(sys.version)
 
@@ -136,8 +148,8 @@ def warn_of_old_driver() -> None:
     if ask("import torch; print(torch.cuda.is_available())") != "True":
         cuda = ask("import torch; print(torch.version.cuda)")
         say(
-            f"warning: this torch is built for CUDA {cuda} and does not see the GPU; update the driver, or give the"
-            " index of another build: make setup SETUP_ARGS='--torch-index URL'"
+            f"warning: this torch is built for CUDA {cuda} and does not see the GPU; update the"
+            " driver, or give the index of another build: make setup SETUP_ARGS='--torch-index URL'"
         )
 
 
@@ -149,7 +161,7 @@ def install_nixl() -> None:
 
 
 def install_project() -> None:
-    # "compat" puts this folder on the path, so that packages added later are found without another install
+    # "compat" puts this folder on the path, so that packages added later are found too
     compat = ("--config-settings", "editable_mode=compat")
     pip("--no-deps", "--no-build-isolation", *compat, "--editable", ROOT)
 
@@ -183,6 +195,9 @@ def say(text: str) -> None:
 
 if __name__ == "__main__":
     if sys.version_info < MINIMUM:
-        found = "%d.%d" % sys.version_info[:2]
-        sys.exit("setup: Tandem needs Python 3.11 or newer, this is %s; try: make PYTHON=python3.11 setup" % found)
+        found = ".".join(map(str, sys.version_info[:2]))
+        sys.exit(
+            f"setup: Tandem needs Python 3.11 or newer, this is {found};"
+            " try: make PYTHON=python3.11 setup"
+        )
     sys.exit(main())

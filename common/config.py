@@ -1,0 +1,528 @@
+"""The command line, TOML files and the environment, read once into frozen values; no other file
+touches the three.
+
+    parse(argv) -> Command(name, config)    defaults < the command's TOML table < explicit flags
+
+Every option is one dataclass field, made with `option`; flags, TOML keys, --help and the checks
+come from it. `tandem.py` hands the config to the process's composition root, which hands out slices.
+"""
+
+import argparse
+import difflib
+import os
+import tomllib
+import types
+from collections.abc import Sequence
+from dataclasses import MISSING, Field, dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
+
+from common.errors import ConfigError
+
+LOOPBACK = {"127.0.0.1", "::1", "localhost"}
+MAX_GPU_MEMORY_UTILIZATION = 0.92
+
+LogLevel = Literal["debug", "info", "warning", "error"]
+KvCodec = Literal["fp8_e4m3", "bf16", "fp32"]
+BlockSize = Literal[16, 32]
+
+
+def option(help: str, *, default: Any = MISSING, metavar: str = "", shown: str = "") -> Any:
+    """A field that is a flag and a TOML key; --help shows `shown` for a default worked out later."""
+    return field(default=default, metadata={"help": help, "metavar": metavar, "shown": shown})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterConfig:
+    model: str = option(
+        "model directory; the router reads tokenizer, chat template and config only", metavar="DIR"
+    )
+    served_model_name: str | None = option(
+        "model name in the API", default=None, metavar="NAME", shown="the directory's name"
+    )
+    http: str = option(
+        "where the OpenAI API listens", default="127.0.0.1:8000", metavar="HOST:PORT"
+    )
+    grpc: str | None = option(
+        "where the gRPC API listens", default=None, metavar="HOST:PORT", shown="no gRPC API"
+    )
+    metrics: str = option("where /metrics listens", default="127.0.0.1:8001", metavar="HOST:PORT")
+    prefill: tuple[str, ...] = option(
+        "prefill workers, separated by commas; a name with many addresses stands for all of them",
+        default=(),
+        metavar="HOST:PORT,...",
+        shown="none",
+    )
+    decode: tuple[str, ...] = option(
+        "decode and colocated workers, separated by commas, resolved likewise",
+        metavar="HOST:PORT,...",
+    )
+    max_waiting: int = option(
+        "requests that may wait for a worker before new ones are refused with 429",
+        default=1024,
+        metavar="N",
+    )
+    request_timeout_s: float = option(
+        "a request that takes longer is ended", default=600.0, metavar="SECONDS"
+    )
+    itl_target_s: float = option(
+        "gap between two tokens that chunks of other prompts may not push a stream beyond",
+        default=0.2,
+        metavar="SECONDS",
+    )
+    insecure_internal: bool = option(
+        "talk to workers beyond this machine in plain text", default=False
+    )
+    log_level: LogLevel = option("least important line to log", default="info")
+
+    def __post_init__(self) -> None:
+        check_directory("model", self.model)
+        for name, address in (("http", self.http), ("grpc", self.grpc), ("metrics", self.metrics)):
+            check_address(name, address)
+        check_distinct({"http": self.http, "grpc": self.grpc, "metrics": self.metrics})
+        if not self.decode:
+            raise ConfigError(
+                "--decode names no worker; the router needs at least one decode or colocated worker"
+            )
+        for name, addresses in (("prefill", self.prefill), ("decode", self.decode)):
+            for address in addresses:
+                check_address(name, address)
+                check_plaintext(name, address, self.insecure_internal)
+        check_at_least("max_waiting", self.max_waiting, 1)
+        check_positive("request_timeout_s", self.request_timeout_s)
+        check_positive("itl_target_s", self.itl_target_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerConfig:
+    role: Literal["prefill", "decode", "colocated"]
+    model: str = option("model directory in Hugging Face format", metavar="DIR")
+    listen: str = option(
+        "where the router and other workers reach this one",
+        default="127.0.0.1:7000",
+        metavar="HOST:PORT",
+    )
+    advertise: str | None = option(
+        "address that other workers are told",
+        default=None,
+        metavar="HOST:PORT",
+        shown="as --listen",
+    )
+    metrics: str = option("where /metrics listens", default="127.0.0.1:7001", metavar="HOST:PORT")
+    kv_codec: KvCodec = option("element type of cached keys and values", default="fp8_e4m3")
+    block_size: BlockSize = option("tokens per KV block", default=16)
+    kv_blocks: int | None = option(
+        "size of the KV pool in blocks", default=None, metavar="N", shown="what the memory allows"
+    )
+    gpu_memory_utilization: float | None = option(
+        f"share of the GPU's memory to use, at most {MAX_GPU_MEMORY_UTILIZATION}; refused on a CPU",
+        default=None,
+        metavar="SHARE",
+        shown="0.9 on a GPU",
+    )
+    chunk_tokens: int = option(
+        "prompt tokens per step, a multiple of the block size", default=512, metavar="N"
+    )
+    max_num_seqs: int = option("outputs that decode at the same time", default=256, metavar="N")
+    max_model_len: int | None = option(
+        "longest prompt plus output in tokens", default=None, metavar="N", shown="as the model says"
+    )
+    threads: int | None = option(
+        "CPU threads for computing", default=None, metavar="N", shown="all cores"
+    )
+    device: Literal["auto", "cpu", "cuda"] = option("where to compute", default="auto")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
+        "element type for computing", default="auto", shown="float32 on a CPU, the model's on a GPU"
+    )
+    handoff_stall_s: float = option(
+        "a hand-off without progress is ended after this long", default=30.0, metavar="SECONDS"
+    )
+    drain_s: float = option(
+        "at shutdown, how long running requests may still take", default=30.0, metavar="SECONDS"
+    )
+    insecure_internal: bool = option("talk beyond this machine in plain text", default=False)
+    log_level: LogLevel = option("least important line to log", default="info")
+
+    def __post_init__(self) -> None:
+        check_directory("model", self.model)
+        for name, address in (
+            ("listen", self.listen),
+            ("advertise", self.advertise),
+            ("metrics", self.metrics),
+        ):
+            check_address(name, address)
+        check_distinct({"listen": self.listen, "metrics": self.metrics})
+        check_plaintext("listen", self.listen, self.insecure_internal)
+        check_at_least("kv_blocks", self.kv_blocks, 1)
+        check_chunk(self.chunk_tokens, self.block_size)
+        check_at_least("max_num_seqs", self.max_num_seqs, 1)
+        check_at_least("max_model_len", self.max_model_len, 1)
+        check_at_least("threads", self.threads, 1)
+        check_positive("handoff_stall_s", self.handoff_stall_s)
+        check_positive("drain_s", self.drain_s)
+        share = self.gpu_memory_utilization
+        if share is not None and not 0 < share <= MAX_GPU_MEMORY_UTILIZATION:
+            raise ConfigError(
+                f"--gpu-memory-utilization is {share}; it must be above 0"
+                f" and at most {MAX_GPU_MEMORY_UTILIZATION}"
+            )
+        if share is not None and self.device == "cpu":
+            raise ConfigError(
+                "--gpu-memory-utilization needs a GPU, but --device is cpu;"
+                " size the pool with --kv-blocks"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeConfig:
+    """Options that are None are left to the workers, whose own defaults then hold."""
+
+    model: str | None = option(
+        "model directory in Hugging Face format",
+        default=None,
+        metavar="DIR",
+        shown="the demo model",
+    )
+    served_model_name: str | None = option(
+        "model name in the API", default=None, metavar="NAME", shown="the directory's name"
+    )
+    prefill: int = option("prefill workers", default=1, metavar="N")
+    decode: int = option("decode workers", default=1, metavar="N")
+    colocated: int = option("workers that do both", default=0, metavar="N")
+    http: str = option(
+        "where the OpenAI API listens", default="127.0.0.1:8000", metavar="HOST:PORT"
+    )
+    grpc: str = option("where the gRPC API listens", default="127.0.0.1:9000", metavar="HOST:PORT")
+    metrics: str = option(
+        "where the router's /metrics listens", default="127.0.0.1:8001", metavar="HOST:PORT"
+    )
+    kv_codec: KvCodec | None = option(
+        "element type of cached keys and values", default=None, shown="fp8_e4m3"
+    )
+    block_size: BlockSize | None = option("tokens per KV block", default=None, shown="16")
+    kv_blocks: int | None = option(
+        "size of each worker's KV pool in blocks",
+        default=None,
+        metavar="N",
+        shown="what the memory allows",
+    )
+    chunk_tokens: int | None = option(
+        "prompt tokens per step, a multiple of the block size",
+        default=None,
+        metavar="N",
+        shown="512",
+    )
+    threads: int | None = option(
+        "CPU threads per worker", default=None, metavar="N", shown="an equal share of the cores"
+    )
+    start_timeout_s: float = option(
+        "give up when nothing is ready after this long", default=300.0, metavar="SECONDS"
+    )
+    drain_s: float = option(
+        "at shutdown, how long running requests may still take", default=30.0, metavar="SECONDS"
+    )
+    log_level: LogLevel = option("least important line to log", default="info")
+
+    def __post_init__(self) -> None:
+        if self.model is not None:
+            check_directory("model", self.model)
+        for name in ("prefill", "decode", "colocated"):
+            check_at_least(name, getattr(self, name), 0)
+        if self.decode + self.colocated == 0:
+            raise ConfigError("--decode and --colocated are both 0; nothing would generate tokens")
+        for name in ("http", "grpc", "metrics"):
+            check_address(name, getattr(self, name))
+        check_distinct({"http": self.http, "grpc": self.grpc, "metrics": self.metrics})
+        check_at_least("kv_blocks", self.kv_blocks, 1)
+        check_chunk(self.chunk_tokens or 512, self.block_size or 16)
+        check_at_least("threads", self.threads, 1)
+        check_positive("start_timeout_s", self.start_timeout_s)
+        check_positive("drain_s", self.drain_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DemoModelConfig:
+    verify: bool = option("compare every file with its hash, not only with its size", default=False)
+
+
+Config = RouterConfig | WorkerConfig | ServeConfig | DemoModelConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Command:
+    name: str
+    config: Config
+    config_file: Path | None
+    """`serve` hands it on, so that [router], [prefill] and [decode] reach the processes they name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ColocatedSwitch:
+    """`tandem decode --colocated`: not a field of WorkerConfig, where it becomes the role."""
+
+    colocated: bool = option("also prefill, and be offered without prefill workers", default=False)
+
+
+COMMANDS: dict[str, tuple[type[Config], str]] = {
+    "serve": (ServeConfig, "start a router and workers on this machine"),
+    "router": (RouterConfig, "start the router: HTTP and gRPC in front, workers behind"),
+    "prefill": (WorkerConfig, "start a prefill worker"),
+    "decode": (WorkerConfig, "start a decode worker, or with --colocated one that does both"),
+    "demo-model": (DemoModelConfig, "prepare the demo model and print its directory"),
+}
+
+
+def parse(argv: Sequence[str]) -> Command:
+    """Reads the command line and the file it names. Raises ConfigError; --help prints and exits."""
+    options, unknown = command_line_parser().parse_known_args(argv)
+    if options.command is None:
+        raise ConfigError(
+            f"no command given; choose one of {', '.join(COMMANDS)}, or see tandem --help"
+        )
+    name: str = options.command
+    known = option_fields(name)
+    if unknown:
+        raise ConfigError(
+            unknown_name(unknown[0].split("=")[0], [flag(key) for key in known] + ["--config"])
+        )
+    given: dict[str, Any] = {}
+    config_file = Path(options.config) if options.config is not None else None
+    if config_file is not None:
+        given.update(read_table(config_file, name))
+    given.update({key: value for key, value in vars(options).items() if key in known})
+    return Command(name=name, config=build(name, given), config_file=config_file)
+
+
+def build(command: str, given: dict[str, Any]) -> Config:
+    kind = COMMANDS[command][0]
+    if kind is WorkerConfig:
+        role = "colocated" if given.pop("colocated", False) else command
+        given = {"role": role, **given}
+    for entry in option_fields(command).values():
+        if entry.default is MISSING and entry.name not in given:
+            raise ConfigError(
+                f"{flag(entry.name)} is required by tandem {command};"
+                " give the flag or set it in the TOML file"
+            )
+    return kind(**given)
+
+
+def option_fields(command: str) -> dict[str, Field[Any]]:
+    kinds: list[Any] = [COMMANDS[command][0]]
+    if command == "decode":
+        kinds.append(ColocatedSwitch)
+    return {
+        entry.name: entry for kind in kinds for entry in fields(kind) if "help" in entry.metadata
+    }
+
+
+def option_type(command: str, name: str) -> Any:
+    kind = (
+        COMMANDS[command][0]
+        if name in {entry.name for entry in fields(COMMANDS[command][0])}
+        else ColocatedSwitch
+    )
+    return get_type_hints(kind)[name]
+
+
+class Parser(argparse.ArgumentParser):
+    """Raises instead of exiting, and takes no abbreviations."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**{**settings, "allow_abbrev": False})
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message.removeprefix("argument "))
+
+
+def command_line_parser() -> argparse.ArgumentParser:
+    parser = Parser(
+        prog="tandem",
+        description="Serves a language model with prefill and decode on separate workers.",
+    )
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
+    for name, (_, summary) in COMMANDS.items():
+        command = commands.add_parser(
+            name, help=summary, description=f"{summary[0].upper()}{summary[1:]}."
+        )
+        command.add_argument(
+            "--config",
+            metavar="FILE.toml",
+            help=f"read the table [{name}] of this file; flags win over it",
+        )
+        for entry in option_fields(name).values():
+            add_flag(command, name, entry)
+    return parser
+
+
+def add_flag(parser: argparse.ArgumentParser, command: str, entry: Field[Any]) -> None:
+    core = without_none(option_type(command, entry.name))
+    text = entry.metadata["help"].replace("%", "%%") + f" ({default_text(entry)})"
+    common: dict[str, Any] = {"dest": entry.name, "default": argparse.SUPPRESS, "help": text}
+    if core is bool:
+        parser.add_argument(flag(entry.name), action=argparse.BooleanOptionalAction, **common)
+    elif get_origin(core) is Literal:
+        choices = get_args(core)
+        parser.add_argument(flag(entry.name), type=type(choices[0]), choices=choices, **common)
+    elif get_origin(core) is tuple:
+        parser.add_argument(
+            flag(entry.name), type=comma_separated, metavar=entry.metadata["metavar"], **common
+        )
+    else:
+        parser.add_argument(
+            flag(entry.name), type=core, metavar=entry.metadata["metavar"], **common
+        )
+
+
+def default_text(entry: Field[Any]) -> str:
+    if entry.default is MISSING:
+        return "required"
+    default = (
+        {True: "on", False: "off"}.get(entry.default, entry.default)
+        if isinstance(entry.default, bool)
+        else entry.default
+    )
+    return f"default: {entry.metadata['shown'] or default}"
+
+
+def comma_separated(text: str) -> tuple[str, ...]:
+    return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+def flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def read_table(path: Path, command: str) -> dict[str, Any]:
+    """The command's table, checked; the other tables' keys are checked too: no typo hides."""
+    try:
+        document = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"--config {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise ConfigError(f"--config {path}: {error}") from error
+    for table, content in document.items():
+        if table not in COMMANDS:
+            raise ConfigError(
+                f"{path}: {unknown_name(f'[{table}]', [f'[{name}]' for name in COMMANDS])}"
+            )
+        if not isinstance(content, dict):
+            raise ConfigError(f"{path}: {table} must be a table, written [{table}]")
+        for key in content:
+            if key not in option_fields(table):
+                raise ConfigError(
+                    f"{path}: [{table}]: {unknown_name(key, list(option_fields(table)))}"
+                )
+    table = document.get(command, {})
+    return {key: toml_value(path, command, key, value) for key, value in table.items()}
+
+
+def toml_value(path: Path, command: str, key: str, value: Any) -> Any:
+    core = without_none(option_type(command, key))
+    where = f"{path}: [{command}] {key}"
+    if get_origin(core) is Literal:
+        choices = get_args(core)
+        if value not in choices or type(value) is not type(choices[0]):
+            raise ConfigError(f"{where} is {value!r}; choose one of {', '.join(map(str, choices))}")
+        return value
+    if get_origin(core) is tuple:
+        if isinstance(value, str):
+            return comma_separated(value)
+        if isinstance(value, list) and all(isinstance(part, str) for part in value):
+            return tuple(value)
+        raise ConfigError(f"{where} is {value!r}; it must be a list of strings")
+    if core is float and type(value) is int:
+        return float(value)
+    if type(value) is not core:
+        raise ConfigError(f"{where} is {value!r}; it must be of type {core.__name__}")
+    return value
+
+
+def without_none(kind: Any) -> Any:
+    if get_origin(kind) in (Union, types.UnionType):
+        return next(part for part in get_args(kind) if part is not type(None))
+    return kind
+
+
+def unknown_name(name: str, known: list[str]) -> str:
+    nearest = difflib.get_close_matches(name, known, n=3, cutoff=0.6)
+    return (
+        f"unknown option {name}; did you mean {' or '.join(nearest)}?"
+        if nearest
+        else f"unknown option {name}"
+    )
+
+
+def split_address(text: str) -> tuple[str, int]:
+    """`host:port` or `[v6]:port`; raises ValueError."""
+    host, separator, port = text.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not separator or not host or not port.isascii() or not port.isdigit() or int(port) > 65535:
+        raise ValueError(f"{text!r} is not HOST:PORT")
+    return host, int(port)
+
+
+def check_address(name: str, address: str | None) -> None:
+    if address is None:
+        return
+    try:
+        split_address(address)
+    except ValueError as error:
+        raise ConfigError(f"{flag(name)}: {error}") from error
+
+
+def check_distinct(addresses: dict[str, str | None]) -> None:
+    seen: dict[str, str] = {}
+    for name, address in addresses.items():
+        if address is None or split_address(address)[1] == 0:
+            continue
+        if address in seen:
+            raise ConfigError(f"{flag(seen[address])} and {flag(name)} are both {address}")
+        seen[address] = name
+
+
+def check_plaintext(name: str, address: str, insecure: bool) -> None:
+    if not insecure and split_address(address)[0] not in LOOPBACK:
+        raise ConfigError(
+            f"{flag(name)} {address} is beyond this machine and would be plain text;"
+            " --insecure-internal permits it"
+        )
+
+
+def check_directory(name: str, directory: str) -> None:
+    if not (Path(directory) / "config.json").is_file():
+        raise ConfigError(f"{flag(name)}: {directory} is no model directory, it has no config.json")
+
+
+def check_at_least(name: str, value: int | None, least: int) -> None:
+    if value is not None and value < least:
+        raise ConfigError(f"{flag(name)} is {value}; it must be at least {least}")
+
+
+def check_positive(name: str, value: float) -> None:
+    if not 0 < value < float("inf"):
+        raise ConfigError(f"{flag(name)} is {value}; it must be above 0")
+
+
+def check_chunk(chunk_tokens: int, block_size: int) -> None:
+    if chunk_tokens < block_size or chunk_tokens % block_size != 0:
+        raise ConfigError(
+            f"--chunk-tokens is {chunk_tokens};"
+            f" it must be a multiple of the block size, {block_size}"
+        )
+
+
+def home() -> Path:
+    """Where Tandem keeps what it prepares: $TANDEM_HOME, or ~/.cache/tandem."""
+    named = os.environ.get("TANDEM_HOME")
+    return Path(named).expanduser() if named else Path.home() / ".cache" / "tandem"
+
+
+def available_cores() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+def child_environment(threads: int) -> dict[str, str]:
+    """This process's environment, with every library's thread pool held to `threads`."""
+    pools = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS")
+    return {**os.environ, **dict.fromkeys(pools, str(threads))}
