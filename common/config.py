@@ -128,6 +128,11 @@ class WorkerConfig:
         "prompt tokens per step, a multiple of the block size", default=512, metavar="N"
     )
     max_num_seqs: int = option("outputs that decode at the same time", default=256, metavar="N")
+    max_waiting: int = option(
+        "requests that may wait for KV blocks before new ones are refused with 429",
+        default=1024,
+        metavar="N",
+    )
     max_model_len: int | None = option(
         "longest prompt plus output in tokens", default=None, metavar="N", shown="as the model says"
     )
@@ -143,6 +148,12 @@ class WorkerConfig:
     )
     drain_s: float = option(
         "at shutdown, how long running requests may still take", default=30.0, metavar="SECONDS"
+    )
+    event_log: str | None = option(
+        "append life-cycle events of requests and pages to this file, one JSON line each",
+        default=None,
+        metavar="FILE",
+        shown="no event log",
     )
     insecure_internal: bool = option("talk beyond this machine in plain text", default=False)
     log_level: LogLevel = option("least important line to log", default="info")

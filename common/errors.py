@@ -142,6 +142,15 @@ class DecodeFull(Overloaded):
     code = "decode_full"
 
 
+class Preempted(TandemError):
+    """Evicted from the pool to make room for older requests; resubmit prompt and tokens so far."""
+
+    code = "preempted"
+    http_status = 503
+    grpc_status = "UNAVAILABLE"
+    can_retry = True
+
+
 class LayoutMismatch(TandemError):
     """Two workers do not store KV in the same way; the message names both and how to repair it."""
 

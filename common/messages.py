@@ -47,6 +47,8 @@ class GenerateRequest:
     priority: int = 0
     cache_salt: str = ""
     deadline_s: float | None = None
+    age_s: float = 0.0
+    """Time since the router first saw the request; older ones are evicted last."""
 
 
 # --- Watch -----------------------------------------------------------------------------------------------------

@@ -1,0 +1,140 @@
+"""What both kinds of worker share around their schedulers: identity, the Watch stream, hash roots, shutting down."""
+
+import asyncio
+import os
+import secrets
+import signal
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import anyio
+
+from common.messages import PROTOCOL_VERSION, PoolLoad, Watch, WorkerState
+from common.errors import MalformedMessage
+from common.rpc import Stream
+from common.scheduling.block_hash import root_hash
+from common.scheduling.plan import LandingMove, LandingResult, StepPlan, StepResult
+from common.types import Role
+
+WATCH_INTERVAL_S = 0.05
+"""Changes closer together than this are told together."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Identity:
+    """Fixed for one life of a worker process. `numeric_incarnation` is the form that page tags carry."""
+
+    role: Role
+    incarnation: str
+    metrics: str
+    model_fingerprint: bytes
+    layout: str
+    layout_fingerprint: bytes
+    block_size: int
+    max_model_len: int
+
+    @property
+    def numeric_incarnation(self) -> int:
+        return int(self.incarnation, 16)
+
+
+def new_incarnation() -> str:
+    """64 random bits: address, name and process id can all repeat after a restart, this does not."""
+    return f"{secrets.randbits(64):016x}"
+
+
+class Device(Protocol):
+    """The seam to whatever executes plans: the engine on its thread, or a model of it."""
+
+    async def execute(self, plan: StepPlan) -> StepResult: ...
+
+    async def land(self, moves: Sequence[LandingMove]) -> LandingResult:
+        """Goes ahead of steps that wait."""
+        ...
+
+
+class HashRoots:
+    """Parents of first blocks, by tenant's salt."""
+
+    def __init__(self, model_fingerprint: bytes, block_size: int) -> None:
+        self._model_fingerprint = model_fingerprint
+        self._block_size = block_size
+
+    def root(self, salt: str) -> bytes:
+        return root_hash(self._model_fingerprint, self._block_size, salt)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    blocks: PoolLoad
+    running: int
+    waiting: int
+    num_queued_tokens: int
+    max_prompt_tokens: int
+
+
+class WatchService:
+    """Tells routers who this worker is, and its load whenever that changes."""
+
+    def __init__(self, identity: Identity, load: Callable[[], Load]) -> None:
+        self._identity = identity
+        self._load = load
+        self._changes: set[asyncio.Event] = set()
+        self.is_draining = False
+
+    def changed(self) -> None:
+        for event in self._changes:
+            event.set()
+
+    def drain(self) -> None:
+        self.is_draining = True
+        self.changed()
+
+    async def serve(self, stream: Stream) -> None:
+        """Handler of a Watch stream."""
+        message = await stream.receive()
+        if not isinstance(message, Watch):
+            raise MalformedMessage("a Watch stream starts with Watch")
+        if message.protocol != PROTOCOL_VERSION:
+            raise MalformedMessage(f"protocol {message.protocol}, this worker speaks {PROTOCOL_VERSION}")
+        change = asyncio.Event()
+        change.set()
+        self._changes.add(change)
+        try:
+            while True:
+                await change.wait()
+                change.clear()
+                await stream.send(self.state())
+                await anyio.sleep(WATCH_INTERVAL_S)
+        finally:
+            self._changes.discard(change)
+
+    def state(self) -> WorkerState:
+        identity, load = self._identity, self._load()
+        return WorkerState(
+            role=identity.role,
+            incarnation=identity.incarnation,
+            pid=os.getpid(),
+            metrics=identity.metrics,
+            model_fingerprint=identity.model_fingerprint.hex(),
+            layout=identity.layout,
+            block_size=identity.block_size,
+            max_model_len=identity.max_model_len,
+            max_prompt_tokens=load.max_prompt_tokens,
+            draining=self.is_draining,
+            blocks=load.blocks,
+            running=load.running,
+            waiting=load.waiting,
+            num_queued_tokens=load.num_queued_tokens,
+        )
+
+
+async def until_signal(on_first: Callable[[], None]) -> None:
+    """Calls `on_first` at the first SIGTERM or SIGINT; a second one exits the process at once."""
+    with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+        async for _ in signals:
+            on_first()
+            break
+        async for _ in signals:
+            os._exit(1)

@@ -1,0 +1,164 @@
+"""The part of a worker process that both roles share: open the engine and the network, serve, drain, close.
+
+    prefill_worker/__main__.py, decode_worker/__main__.py: assemble(parts, group) -> service       the wiring
+    run_worker(config, assemble)                                                                    the frame
+"""
+
+import logging
+import sys
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import IO, Protocol
+
+import anyio
+from anyio.abc import TaskGroup
+
+from common.addresses import join_address, split_address
+from common.clock import Clock, MonotonicClock
+from common.config import WorkerConfig
+from common.engine.device_thread import DeviceThread
+from common.engine.runner import ModelRunner
+from common.engine.start import EngineDevice, Sizes, open_runner, plan_memory
+from common.engine.weights import model_fingerprint
+from common.errors import ConfigError, TandemError
+from common.events import EventLog
+from common.model_config import ModelConfig
+from common.rpc import Handler, serve
+from common.scheduling.kv_cache import KvCache
+from common.types import Role
+from common.worker import Identity, new_incarnation, until_signal
+from common.worker_metrics import MetricsServer, WorkerMetrics, serve_metrics
+
+log = logging.getLogger(__name__)
+
+
+class Service(Protocol):
+    def handlers(self) -> dict[str, Handler]: ...
+
+    async def run(self) -> None: ...
+
+    async def drained(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """What a service is made of."""
+
+    config: WorkerConfig
+    identity: Identity
+    sizes: Sizes
+    runner: ModelRunner
+    device: EngineDevice
+    cache: KvCache
+    clock: Clock
+    metrics: WorkerMetrics
+    events: EventLog
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Assembly:
+    service: Service
+    close: Callable[[], Awaitable[None]]
+
+
+Assemble = Callable[[Parts, TaskGroup], Awaitable[Assembly]]
+
+
+def run_worker(config: WorkerConfig, assemble: Assemble) -> int:
+    """The process's exit code: 0 after a drain, 1 after a crash, 2 for what the operator must change."""
+    logging.basicConfig(
+        level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
+    )
+    try:
+        anyio.run(_run, config, assemble, backend_options={"use_uvloop": True})
+    except BaseExceptionGroup as group:
+        for error in _leaves(group):
+            log.error("stopped by: %s", error, exc_info=error)
+        return 1
+    except ConfigError as error:
+        log.error("%s", error)
+        return 2
+    except TandemError as error:
+        log.error("%s", error)
+        return 1
+    return 0
+
+
+async def _run(config: WorkerConfig, assemble: Assemble) -> None:
+    metrics = WorkerMetrics()
+    metrics_server = serve_metrics(config.metrics, metrics.registry)
+    events_file = open(config.event_log, "a", encoding="utf-8") if config.event_log else None
+    try:
+        with DeviceThread(config.role) as thread:
+            parts = await _open(config, thread, metrics, metrics_server, events_file)
+            await _serve(config, parts, assemble)
+    finally:
+        metrics_server.close()
+        if events_file is not None:
+            events_file.close()
+
+
+async def _open(
+    config: WorkerConfig,
+    thread: DeviceThread,
+    metrics: WorkerMetrics,
+    metrics_server: MetricsServer,
+    events_file: IO[str] | None,
+) -> Parts:
+    model = ModelConfig.load(config.model)
+    sizes = plan_memory(config, model)
+    incarnation = new_incarnation()
+    runner = await thread.run(open_runner, config, sizes, int(incarnation, 16))
+    host = split_address(config.advertise or config.listen)[0]
+    clock = MonotonicClock()
+    identity = Identity(
+        role=Role(config.role),
+        incarnation=incarnation,
+        metrics=f"http://{join_address(host, metrics_server.port)}/metrics",
+        model_fingerprint=model_fingerprint(config.model),
+        layout=f"{config.kv_codec}, blocks of {config.block_size}, {model.num_layers} layers, "
+        f"{model.num_kv_heads} KV heads of {model.head_dim}, layout {runner.layout_fingerprint.hex()[:12]}",
+        layout_fingerprint=runner.layout_fingerprint,
+        block_size=config.block_size,
+        max_model_len=sizes.max_model_len,
+    )
+    return Parts(
+        config=config,
+        identity=identity,
+        sizes=sizes,
+        runner=runner,
+        device=EngineDevice(thread, runner),
+        cache=KvCache(
+            num_packed=sizes.num_blocks, num_exact=sizes.num_exact, block_size=config.block_size
+        ),
+        clock=clock,
+        metrics=metrics,
+        events=EventLog(clock, events_file, role=config.role, worker=incarnation),
+    )
+
+
+async def _serve(config: WorkerConfig, parts: Parts, assemble: Assemble) -> None:
+    """Until a signal, then until drained or `drain_s` have passed."""
+    async with anyio.create_task_group() as group:
+        assembly = await assemble(parts, group)
+        server = await serve(config.listen, assembly.service.handlers())
+        log.info("%s worker %s listens on %s", config.role, parts.identity.incarnation, config.listen)
+        group.start_soon(assembly.service.run)
+        stop = anyio.Event()
+        group.start_soon(until_signal, stop.set)
+        await stop.wait()
+        log.info("draining for at most %g s", config.drain_s)
+        with anyio.move_on_after(config.drain_s) as bound:
+            await assembly.service.drained()
+        if bound.cancelled_caught:
+            log.warning("still busy after %g s: ending what runs", config.drain_s)
+        await server.stop(grace_s=0.2)
+        group.cancel_scope.cancel()
+    await assembly.close()
+
+
+def _leaves(group: BaseExceptionGroup[BaseException]) -> list[BaseException]:
+    found: list[BaseException] = []
+    for error in group.exceptions:
+        found += _leaves(error) if isinstance(error, BaseExceptionGroup) else [error]
+    return found

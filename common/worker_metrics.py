@@ -1,0 +1,84 @@
+"""What a worker measures. One registry per worker object, served on the worker's own port.
+
+Times are measured where they happen: TTFT and ITL here are those of this worker, the client's are the router's.
+"""
+
+import threading
+from collections.abc import Iterable
+from wsgiref.simple_server import WSGIServer
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
+
+from common.addresses import split_address
+from common.errors import ConfigError
+from common.messages import PoolLoad
+
+SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+
+
+class WorkerMetrics:
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+
+        def histogram(name: str, text: str, buckets: Iterable[float] = SECONDS) -> Histogram:
+            return Histogram(f"tandem_{name}", text, buckets=tuple(buckets), registry=self.registry)
+
+        def counter(name: str, text: str, labels: tuple[str, ...] = ()) -> Counter:
+            return Counter(f"tandem_{name}", text, labels, registry=self.registry)
+
+        def gauge(name: str, text: str, labels: tuple[str, ...] = ()) -> Gauge:
+            return Gauge(f"tandem_{name}", text, labels, registry=self.registry)
+
+        self.ttft = histogram("time_to_first_token_seconds", "From arrival at this worker to the first token")
+        self.itl = histogram("inter_token_latency_seconds", "Gap between two tokens of an output")
+        self.tpot = histogram("time_per_output_token_seconds", "Mean gap between tokens of a finished request")
+        self.queue = histogram("queue_seconds", "From arrival to having KV blocks")
+        self.step = histogram("step_seconds", "Forward passes")
+        self.prompt_tokens = counter("prompt_tokens_computed", "Prompt tokens computed by this worker")
+        self.cached_tokens = counter("prompt_tokens_cached", "Prompt tokens found in this worker's prefix cache")
+        self.output_tokens = counter("output_tokens", "Tokens sampled by this worker")
+        self.running = gauge("requests_running", "Requests that hold KV blocks")
+        self.waiting = gauge("requests_waiting", "Requests that wait for KV blocks")
+        self.blocks = gauge("kv_blocks", "Pages of the pool by state", ("state",))
+        self.pull_bytes = counter("pull_bytes", "Bytes of pages read from other workers")
+        self.pull_pages = counter("pull_pages", "Pages read from other workers")
+        self.pull_seconds = histogram("pull_seconds", "One read of pages, until its end")
+        self.exposed = histogram(
+            "exposed_transfer_seconds", "From the first token's arrival until the last page is usable"
+        )
+        self.handoffs = gauge("handoffs_active", "Hand-offs in progress")
+        self.landing = gauge("landing_slots", "Slots of the landing zone by state", ("state",))
+        self.refused = counter("pages_refused", "Pages that were not what they had to be")
+        self.link_bandwidth = gauge("link_bytes_per_second", "Self-test read when a link came up", ("source",))
+        self.preemptions = counter("preemptions", "Requests evicted to make room")
+        self.finished = counter("requests_finished", "Requests by how they ended", ("reason",))
+        self.errors = counter("errors", "Errors by type", ("code",))
+
+    def set_load(self, load: PoolLoad, running: int, waiting: int) -> None:
+        self.running.set(running)
+        self.waiting.set(waiting)
+        for state in ("free", "cached", "held"):
+            self.blocks.labels(state).set(getattr(load, state))
+
+
+class MetricsServer:
+    """Serves a registry at /metrics until closed; `port` is the one really taken."""
+
+    def __init__(self, server: WSGIServer, thread: threading.Thread) -> None:
+        self._server = server
+        self._thread = thread
+        self.port = server.server_port
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+def serve_metrics(address: str, registry: CollectorRegistry) -> MetricsServer:
+    """Raises ConfigError when the address cannot be had."""
+    host, port = split_address(address)
+    try:
+        return MetricsServer(*start_http_server(port, addr=host, registry=registry))
+    except OSError as error:
+        raise ConfigError(f"--metrics {address}: cannot listen: {error.strerror}") from error

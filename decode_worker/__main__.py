@@ -1,0 +1,90 @@
+"""A decode worker's wiring; `colocated` is one that prefills everything itself and needs no transport."""
+
+from anyio.abc import TaskGroup
+
+from common.config import WorkerConfig
+from common.rpc import connect
+from common.scheduling.plan import PageKind
+from common.worker_main import Assembly, Parts, run_worker
+from decode_worker.links import Links
+from decode_worker.pull import Puller
+from decode_worker.scheduler import BatchScheduler
+from decode_worker.service import DecodeService
+from kvtransfer.landing import LandingZone
+
+
+def run(config: WorkerConfig) -> int:
+    return run_worker(config, assemble)
+
+
+async def assemble(parts: Parts, group: TaskGroup) -> Assembly:
+    config = parts.config
+    is_colocated = config.role == "colocated"
+    scheduler = BatchScheduler(
+        parts.cache,
+        chunk_tokens=config.chunk_tokens,
+        max_num_seqs=config.max_num_seqs,
+        max_waiting=config.max_waiting,
+        max_model_len=parts.sizes.max_model_len,
+        is_colocated=is_colocated,
+    )
+    service = DecodeService(
+        identity=parts.identity,
+        scheduler=scheduler,
+        cache=parts.cache,
+        device=parts.device,
+        clock=parts.clock,
+        metrics=parts.metrics,
+        events=parts.events,
+    )
+    if is_colocated:
+        return Assembly(service=service, close=_nothing)
+    return await _with_puller(parts, group, scheduler, service)
+
+
+async def _with_puller(
+    parts: Parts, group: TaskGroup, scheduler: BatchScheduler, service: DecodeService
+) -> Assembly:
+    from kvtransfer.nixl_transport import NixlTransport
+
+    transport = NixlTransport(parts.identity.incarnation, parts.runner.pool, parts.runner.landing)
+    await transport.open()
+    zone = LandingZone(
+        num_packed=parts.sizes.num_landing_packed, num_exact=parts.sizes.num_landing_exact
+    )
+    layout = parts.runner.layout
+    page_bytes = {PageKind.PACKED: layout.packed_page_bytes, PageKind.EXACT: layout.exact_page_bytes}
+    links = Links(
+        identity=parts.identity,
+        transport=transport,
+        zone=zone,
+        connect=connect,
+        metrics=parts.metrics,
+        page_bytes=page_bytes[PageKind.PACKED],
+    )
+    puller = Puller(
+        scheduler=scheduler,
+        device=parts.device,
+        transport=transport,
+        zone=zone,
+        links=links,
+        page_bytes=page_bytes,
+        block_size=parts.identity.block_size,
+        clock=parts.clock,
+        metrics=parts.metrics,
+        events=parts.events,
+        group=group,
+        wake=service.wake,
+        handoff_stall_s=parts.config.handoff_stall_s,
+    )
+    service.use(puller)
+
+    async def close() -> None:
+        await links.close()
+        await transport.close()
+
+    return Assembly(service=service, close=close)
+
+
+async def _nothing() -> None:
+    return None

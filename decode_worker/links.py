@@ -1,0 +1,153 @@
+"""Links to prefill workers: who is there, does it store KV as we do, can its pool be read.
+
+A link is made once per incarnation, by one task however many requests wait for it. A worker that came back on the
+same address is a new incarnation: the old one's state is forgotten before the new one's is added.
+"""
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import anyio
+
+from common.errors import LayoutMismatch, MalformedMessage, PrefillLost, TandemError, WorkerLost
+from common.messages import PROTOCOL_VERSION, LinkReply, LinkRequest
+from common.rpc import Connect, Peer
+from common.scheduling.plan import PageKind
+from common.worker import Identity
+from common.worker_metrics import WorkerMetrics
+from kvtransfer.landing import LandingZone
+from kvtransfer.transport import PageRead, ReadEnd, Transport
+
+log = logging.getLogger(__name__)
+
+LINK_TIMEOUT_S = 10.0
+SELF_TEST_PAGES = 32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    address: str
+    incarnation: str
+    numeric_incarnation: int
+    peer: Peer
+
+
+class Links:
+    def __init__(
+        self,
+        *,
+        identity: Identity,
+        transport: Transport,
+        zone: LandingZone,
+        connect: Connect,
+        metrics: WorkerMetrics,
+        page_bytes: int,
+    ) -> None:
+        self._identity = identity
+        self._transport = transport
+        self._zone = zone
+        self._connect = connect
+        self._metrics = metrics
+        self._page_bytes = page_bytes
+        self.on_slots_freed: Callable[[], None] = lambda: None
+        self._links: dict[str, Link] = {}
+        self._peers: dict[str, Peer] = {}
+        self._locks: dict[str, anyio.Lock] = {}
+
+    async def get(self, address: str, incarnation: str | None) -> Link:
+        """Raises PrefillLost when it is gone or another incarnation, LayoutMismatch, PullFailed."""
+        async with self._locks.setdefault(address, anyio.Lock()):
+            link = self._links.get(address)
+            if link is None or (incarnation is not None and link.incarnation != incarnation):
+                link = await self._make(address)
+        if incarnation is not None and link.incarnation != incarnation:
+            raise PrefillLost(f"the prefill worker at {address} was restarted")
+        return link
+
+    def drop(self, link: Link) -> None:
+        """The link's worker is gone or silent; the next request makes a new one."""
+        if self._links.get(link.address) is link:
+            del self._links[link.address]
+            self._transport.unlink(link.incarnation)
+
+    async def close(self) -> None:
+        for peer in self._peers.values():
+            await peer.close()
+
+    async def _make(self, address: str) -> Link:
+        peer = self._peers.get(address)
+        if peer is None:
+            peer = self._peers[address] = self._connect(address)
+        try:
+            with anyio.fail_after(LINK_TIMEOUT_S):
+                reply = await self._ask(peer, address)
+        except WorkerLost as error:
+            raise PrefillLost(f"no link to the prefill worker: {error.message}") from error
+        except TimeoutError:
+            raise PrefillLost(f"the prefill worker at {address} does not answer") from None
+        if reply.layout_fingerprint != self._identity.layout_fingerprint:
+            raise LayoutMismatch(
+                f"KV layouts differ: {self._identity.layout} here, {reply.layout} at {address}; "
+                "start both workers with the same model, --kv-codec and --block-size"
+            )
+        old = self._links.pop(address, None)
+        if old is not None and old.incarnation != reply.incarnation:
+            self._transport.unlink(old.incarnation)
+        await self._transport.link(reply)
+        link = Link(
+            address=address,
+            incarnation=reply.incarnation,
+            numeric_incarnation=reply.numeric_incarnation,
+            peer=peer,
+        )
+        await self._self_test(link, reply)
+        self._links[address] = link
+        return link
+
+    async def _ask(self, peer: Peer, address: str) -> LinkReply:
+        stream = peer.open("Link")
+        try:
+            await stream.send(
+                LinkRequest(
+                    incarnation=self._identity.incarnation,
+                    layout=self._identity.layout,
+                    layout_fingerprint=self._identity.layout_fingerprint,
+                )
+            )
+            reply = await stream.receive()
+        finally:
+            stream.cancel()
+        if not isinstance(reply, LinkReply) or reply.protocol != PROTOCOL_VERSION:
+            raise MalformedMessage(f"{address} does not speak protocol {PROTOCOL_VERSION}")
+        return reply
+
+    async def _self_test(self, link: Link, reply: LinkReply) -> None:
+        """Reads some pages and measures: a route is used only over a link that moves bytes."""
+        num_pages = min(SELF_TEST_PAGES, reply.pages[0][2] if reply.pages else 0)
+        slots = [slot for _ in range(num_pages) if (slot := self._zone.take(PageKind.PACKED)) is not None]
+        if not slots:
+            return
+        pages = [PageRead(kind=PageKind.PACKED, block_id=n, slot=slot) for n, slot in enumerate(slots)]
+        started = time.perf_counter()
+        try:
+            read = self._transport.read(link.incarnation, pages)
+        except TandemError:
+            self._zone.give_back(slots)
+            raise
+        end = ReadEnd.UNKNOWN
+        try:
+            with anyio.move_on_after(LINK_TIMEOUT_S):
+                end = await read.wait()
+        finally:
+            if end is ReadEnd.UNKNOWN:
+                self._zone.quarantine(slots)
+            else:
+                self._zone.give_back(slots)
+                self.on_slots_freed()
+        if end is not ReadEnd.DONE:
+            raise PrefillLost(f"pages of {link.address} cannot be read")
+        rate = len(slots) * self._page_bytes / (time.perf_counter() - started)
+        self._metrics.link_bandwidth.labels(link.address).set(rate)
+        log.info("link to %s is up: %.2f GB/s", link.address, rate / 1e9)

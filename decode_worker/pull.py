@@ -1,0 +1,333 @@
+"""One hand-off as the decode worker performs it: the stream to the prefill worker, reads, checks, acknowledgements.
+
+`HandoffDestination` decides; a `Puller` carries out. Reads and landings belong to the worker, not to the request:
+they go on when the request is cancelled, until nothing can be written any more.
+"""
+
+import asyncio
+import logging
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import anyio
+from anyio.abc import TaskGroup
+
+from common.clock import Clock
+from common.errors import MalformedMessage, PrefillLost, TandemError, WorkerLost
+from common.events import EventLog
+from common.messages import FirstTokens, HandoffRequest, PagesReady, PagesTaken
+from common.rpc import Stream
+from common.scheduling.plan import PageKind
+from common.worker import Device
+from common.worker_metrics import WorkerMetrics
+from decode_worker.links import Link, Links
+from decode_worker.scheduler import BatchScheduler, Entry, Facts, State
+from kvtransfer.destination import (
+    Acknowledge,
+    Action,
+    Complete,
+    ExpectedPage,
+    Fact,
+    Fail,
+    FirstTokensKnown,
+    HandoffDestination,
+    Land,
+    Landed,
+    ReadEnded,
+    ReadFailed,
+    SlotsFreed,
+    Stalled,
+    StartRead,
+    StreamEnded,
+)
+from kvtransfer.landing import LandingZone
+from kvtransfer.transport import Transport
+
+log = logging.getLogger(__name__)
+
+GOODBYE_S = 5.0
+"""How long the other side may take to end a stream that is finished."""
+
+
+@dataclass(slots=True, eq=False)
+class _Pull:
+    entry: Entry
+    link: Link
+    destination: HandoffDestination
+    tell: Callable[[Facts], None]
+    outbox: deque[object] = field(default_factory=deque)
+    wake: asyncio.Event = field(default_factory=asyncio.Event)
+    stream_ended: asyncio.Event = field(default_factory=asyncio.Event)
+    stall: anyio.CancelScope = field(default_factory=anyio.CancelScope)
+    error: TandemError | None = None
+    is_done: bool = False
+    first_tokens_at: float | None = None
+
+    @property
+    def has_ended(self) -> bool:
+        return self.is_done or self.error is not None
+
+
+class Puller:
+    """`group` outlives requests: it runs the reads and landings."""
+
+    def __init__(
+        self,
+        *,
+        scheduler: BatchScheduler,
+        device: Device,
+        transport: Transport,
+        zone: LandingZone,
+        links: Links,
+        page_bytes: dict[PageKind, int],
+        block_size: int,
+        clock: Clock,
+        metrics: WorkerMetrics,
+        events: EventLog,
+        group: TaskGroup,
+        wake: Callable[[], None],
+        handoff_stall_s: float,
+    ) -> None:
+        self._scheduler = scheduler
+        self._device = device
+        self._transport = transport
+        self._zone = zone
+        self._links = links
+        links.on_slots_freed = self.slots_freed
+        self._page_bytes = page_bytes
+        self._block_size = block_size
+        self._clock = clock
+        self._metrics = metrics
+        self._events = events
+        self._group = group
+        self._wake = wake
+        self._handoff_stall_s = handoff_stall_s
+        self._pulls: list[_Pull] = []
+        self._has_freed_slots = False
+
+    async def pull(
+        self, entry: Entry, address: str, incarnation: str | None, tell: Callable[[Facts], None]
+    ) -> None:
+        """Returns when every page is in the pool (or nothing more is wanted). Raises why it failed."""
+        link = await self._links.get(address, incarnation)
+        pull = _Pull(entry=entry, link=link, destination=self._destination(entry, link), tell=tell)
+        self._pulls.append(pull)
+        self._metrics.handoffs.set(len(self._pulls))
+        stream = link.peer.open("Handoff")
+        try:
+            await self._exchange(pull, stream)
+        finally:
+            pull.destination.close()
+            self._pulls.remove(pull)
+            stream.cancel()
+            self._measure_zone()
+            self._metrics.handoffs.set(len(self._pulls))
+        if pull.error is not None:
+            if isinstance(pull.error, WorkerLost):
+                self._links.drop(link)
+                raise PrefillLost(pull.error.message)
+            raise pull.error
+
+    def _destination(self, entry: Entry, link: Link) -> HandoffDestination:
+        first_block = entry.num_cached_tokens // self._block_size
+        return HandoffDestination(
+            expected=self._expected(entry, first_block),
+            first_block=first_block,
+            incarnation=link.numeric_incarnation,
+            zone=self._zone,
+            on_slots_freed=self.slots_freed,
+        )
+
+    def _expected(self, entry: Entry, first_block: int) -> Sequence[ExpectedPage]:
+        sampling = entry.request.sampling
+        if len(entry.token_ids) + 1 - entry.request.num_prompt_tokens >= sampling.max_tokens:
+            return ()  # the first token is the last one: nothing to decode, nothing to pull
+        table, size = entry.table, self._block_size
+        assert table is not None
+        num_full = entry.num_tokens // size
+        pages = [
+            ExpectedPage(
+                index=index,
+                kind=PageKind.PACKED if index else PageKind.EXACT,
+                block_id=table.block_ids[index],
+                content_hash=entry.chain.full[index],
+                num_tokens=size,
+            )
+            for index in range(first_block, num_full)
+        ]
+        open_hash = entry.chain.open
+        if open_hash is not None:
+            tail = table.block_ids[0] if num_full == 0 else table.tail
+            assert tail is not None
+            pages.append(
+                ExpectedPage(
+                    index=num_full,
+                    kind=PageKind.EXACT,
+                    block_id=tail,
+                    content_hash=open_hash,
+                    num_tokens=entry.num_tokens % size,
+                )
+            )
+        return pages
+
+    # --- the stream --------------------------------------------------------------------------------------------
+
+    async def _exchange(self, pull: _Pull, stream: Stream) -> None:
+        request = HandoffRequest(
+            request=pull.entry.request,
+            incarnation=pull.link.incarnation,
+            num_held_blocks=pull.destination.first_block,
+        )
+        pull.outbox.append(request)
+        async with anyio.create_task_group() as group:
+            group.start_soon(self._receive, pull, stream)
+            with pull.stall:
+                await self._send(pull, stream)
+            if pull.stall.cancelled_caught:
+                self._on(pull, Stalled())
+            if pull.is_done:
+                with anyio.move_on_after(GOODBYE_S):
+                    await pull.stream_ended.wait()
+            group.cancel_scope.cancel()
+
+    async def _send(self, pull: _Pull, stream: Stream) -> None:
+        while pull.outbox or not pull.has_ended:
+            if not pull.outbox:
+                pull.wake.clear()
+                await pull.wake.wait()
+                continue
+            try:
+                await stream.send(pull.outbox.popleft())
+            except TandemError as error:
+                # the reason, if the other side gave one, is what `receive` raises
+                log.debug("sending in a hand-off: %s", error)
+                while not pull.has_ended:
+                    pull.wake.clear()
+                    await pull.wake.wait()
+                return
+        await stream.finish()
+
+    async def _receive(self, pull: _Pull, stream: Stream) -> None:
+        while True:
+            try:
+                message = await stream.receive()
+            except TandemError as error:
+                self._on(pull, StreamEnded(error=error))
+                pull.stream_ended.set()
+                return
+            match message:
+                case None:
+                    self._on(pull, StreamEnded())
+                    pull.stream_ended.set()
+                    return
+                case PagesReady():
+                    self._on(pull, message)
+                case FirstTokens():
+                    self._first_tokens(pull, message)
+                case _:
+                    error = MalformedMessage(f"{type(message).__name__} in a hand-off")
+                    self._on(pull, StreamEnded(error=error))
+                    return
+
+    def _first_tokens(self, pull: _Pull, message: FirstTokens) -> None:
+        """Forwards them at once; when they end the request, nothing more is wanted."""
+        if pull.entry.state is not State.REMOTE:
+            return
+        if len(message.token_ids) != pull.entry.request.sampling.n or pull.first_tokens_at is not None:
+            self._on(pull, StreamEnded(error=MalformedMessage("unexpected first tokens")))
+            return
+        pull.first_tokens_at = self._clock.now()
+        request_id = pull.entry.request.request_id
+        self._events.record("first_tokens_arrived", request_id=request_id, missing=pull.destination.num_missing)
+        num_cached = max(message.num_cached_tokens, pull.entry.num_cached_tokens)
+        facts = self._scheduler.first_tokens(request_id, message.token_ids, message.logprobs, num_cached)
+        if request_id in facts.ended:
+            pull.is_done = True
+            pull.wake.set()
+        else:
+            self._on(pull, FirstTokensKnown())
+        pull.tell(facts)
+        self._wake()
+
+    # --- actions -----------------------------------------------------------------------------------------------
+
+    def _on(self, pull: _Pull, fact: Fact) -> None:
+        if pull.entry.state is not State.REMOTE:
+            pull.destination.close()  # the request has ended, or runs already
+        self._perform(pull, pull.destination.on(fact))
+        is_busy = pull.destination.num_reading > 0
+        pull.stall.deadline = anyio.current_time() + self._handoff_stall_s if is_busy else math.inf
+        self._measure_zone()
+
+    def _perform(self, pull: _Pull, actions: Iterable[Action]) -> None:
+        for action in actions:
+            match action:
+                case StartRead():
+                    self._group.start_soon(self._read, pull, action)
+                case Land():
+                    self._group.start_soon(self._land, pull, action, self._scheduler.pin(_id(pull)))
+                case Acknowledge(blocks=blocks, num_leading=num_leading):
+                    self._scheduler.landed(_id(pull), num_leading)
+                    self._events.record("pages_verified", request_id=_id(pull), blocks=list(blocks))
+                    pull.outbox.append(PagesTaken(blocks=blocks))
+                case Complete():
+                    self._complete(pull)
+                case Fail(error=error):
+                    pull.error = error
+            pull.wake.set()
+
+    def _complete(self, pull: _Pull) -> None:
+        assert pull.first_tokens_at is not None
+        self._metrics.exposed.observe(max(0.0, self._clock.now() - pull.first_tokens_at))
+        self._events.record("landed", request_id=_id(pull))
+        self._scheduler.landed_all(_id(pull))
+        pull.is_done = True
+        self._wake()
+
+    async def _read(self, pull: _Pull, action: StartRead) -> None:
+        started = self._clock.now()
+        try:
+            read = self._transport.read(pull.link.incarnation, action.pages)
+        except TandemError as error:
+            self._on(pull, ReadFailed(read_id=action.read_id, error=error))
+            return
+        end = await read.wait()
+        self._metrics.pull_seconds.observe(self._clock.now() - started)
+        self._metrics.pull_pages.inc(len(action.pages))
+        self._metrics.pull_bytes.inc(sum(self._page_bytes[page.kind] for page in action.pages))
+        self._on(pull, ReadEnded(read_id=action.read_id, end=end))
+
+    async def _land(self, pull: _Pull, action: Land, entry: Entry) -> None:
+        try:
+            result = await self._device.land(action.moves)
+        finally:
+            self._scheduler.unpin(entry)
+        refused = [reason for reason in result.refusals if reason is not None]
+        if refused:
+            self._metrics.refused.inc(len(refused))
+            log.warning("request %s: %d pages refused: %s", _id(pull), len(refused), refused[0])
+        self._on(pull, Landed(read_id=action.read_id, refusals=result.refusals))
+        self._wake()
+
+    # --- landing slots -----------------------------------------------------------------------------------------
+
+    def slots_freed(self) -> None:
+        """Lets pulls that wait for slots go on, oldest first; from the event loop, not from inside a decision."""
+        if not self._has_freed_slots:
+            self._has_freed_slots = True
+            asyncio.get_running_loop().call_soon(self._offer_slots)
+
+    def _offer_slots(self) -> None:
+        self._has_freed_slots = False
+        for pull in list(self._pulls):
+            self._on(pull, SlotsFreed())
+
+    def _measure_zone(self) -> None:
+        self._metrics.landing.labels("in_use").set(self._zone.num_in_use)
+        self._metrics.landing.labels("quarantined").set(self._zone.num_quarantined)
+
+
+def _id(pull: _Pull) -> str:
+    return pull.entry.request.request_id

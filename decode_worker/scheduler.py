@@ -1,0 +1,624 @@
+"""The batch scheduler of a decode worker: continuous batching, local prefill, admission, eviction.
+
+Life of a request:
+
+    add -> WAITING -> admit -> ADMITTED -> route_remote -> REMOTE -> first_tokens, landed -> RUNNING -> ended
+                                        -> route_local  -> LOCAL  -> (chunks in the plan)  -> RUNNING -> ended
+
+Blocks for the whole prompt are taken on admission, so a pull never waits for memory. A running request takes a page
+when its open block is full; when none is left, the youngest running request of the lowest priority is evicted
+(`Preempted`: the router resubmits it with the tokens so far, and its full blocks stay cached here). The oldest one of
+the highest priority is never evicted, so it ends; if only requests that are still being prefilled are younger, it
+waits for them.
+
+`n` > 1: all outputs share the prompt's full blocks; each has its own open block.
+"""
+
+from bisect import insort
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+import numpy as np
+from numpy.typing import NDArray
+
+from common.errors import (
+    ContextLengthExceeded,
+    DecodeFull,
+    InternalError,
+    PromptTooLargeForPool,
+    Preempted,
+    TandemError,
+)
+from common.messages import GenerateRequest
+from common.scheduling.block_hash import HashChain
+from common.scheduling.finish import finish_reason
+from common.scheduling.kv_cache import BlockTable, KvCache
+from common.scheduling.plan import OutputStart, PageKind, StepPlan, StepResult
+from common.scheduling.prompt_queue import MAX_OVERTAKEN_S, MAX_TRIED, Prompt, PromptQueue, shareable
+from common.types import BlockId, FinishReason, OutputKey, RequestId, TokenLogprobs, output_key
+
+
+class State(Enum):
+    WAITING = auto()
+    ADMITTED = auto()
+    REMOTE = auto()
+    LOCAL = auto()
+    RUNNING = auto()
+    ENDED = auto()
+
+
+LEGAL = {
+    State.WAITING: {State.ADMITTED, State.ENDED},
+    State.ADMITTED: {State.REMOTE, State.LOCAL, State.ENDED},
+    State.REMOTE: {State.RUNNING, State.ENDED},
+    State.LOCAL: {State.RUNNING, State.ENDED},
+    State.RUNNING: {State.ENDED},
+    State.ENDED: set(),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Admission:
+    request_id: RequestId
+    num_cached_tokens: int
+    needs_route: bool
+
+
+@dataclass(slots=True)
+class Facts:
+    """What a step, or the arrival of first tokens, came to. Token columns as in `TokenBatch`."""
+
+    request_ids: list[RequestId] = field(default_factory=list)
+    output_indices: list[int] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    finish_reasons: list[FinishReason | None] = field(default_factory=list)
+    logprobs: list[TokenLogprobs | None] = field(default_factory=list)
+    prefilled: list[tuple[RequestId, int]] = field(default_factory=list)
+    """Requests whose prompt is computed now, with the number of cached tokens."""
+    failed: list[tuple[RequestId, TandemError]] = field(default_factory=list)
+    ended: list[RequestId] = field(default_factory=list)
+    """Requests that the scheduler has forgotten, for whatever reason."""
+    num_local_tokens: int = 0
+    """Prompt tokens computed in this step."""
+
+
+@dataclass(slots=True, eq=False)
+class Output:
+    """One continuation: its table, its chain of hashes, the tokens generated since the chain's end."""
+
+    key: OutputKey
+    entry: "Entry"
+    index: int
+    table: BlockTable
+    chain: HashChain
+    num_tokens: int
+    """Tokens known, the last one not computed yet."""
+    copy: tuple[BlockId, BlockId] | None = None
+    last_tokens: list[int] = field(default_factory=list)
+    is_started: bool = False
+    has_ended: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    request: GenerateRequest
+    token_ids: NDArray[np.int32]
+    chain: HashChain
+    arrival: float
+    order: tuple[int, float, int]
+    state: State = State.WAITING
+    table: BlockTable | None = None
+    num_cached_tokens: int = 0
+    outputs: list[Output] = field(default_factory=list)
+    has_first_tokens: bool = False
+    has_landed: bool = False
+    num_pins: int = 0
+    """Landings in flight that name the prompt's blocks."""
+    dead_tables: list[BlockTable] = field(default_factory=list)
+
+    def move(self, state: State) -> None:
+        assert state in LEGAL[self.state], f"{self.state} -> {state}"
+        self.state = state
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    def pages(self) -> Iterable[tuple[PageKind, BlockId]]:
+        for output in self.outputs:
+            yield from output.table.pages()
+
+
+class BatchScheduler:
+    def __init__(
+        self,
+        cache: KvCache,
+        *,
+        chunk_tokens: int,
+        max_num_seqs: int,
+        max_waiting: int,
+        max_model_len: int,
+        is_colocated: bool,
+    ) -> None:
+        assert chunk_tokens >= cache.block_size
+        self._cache = cache
+        self._chunk_tokens = chunk_tokens
+        self._max_num_seqs = max_num_seqs
+        self._max_waiting = max_waiting
+        self._max_model_len = max_model_len
+        self._is_colocated = is_colocated
+        self._entries: dict[RequestId, Entry] = {}
+        self._waiting: list[Entry] = []
+        self._queue = PromptQueue(cache)
+        self._running: dict[OutputKey, Output] = {}
+        self._in_flight: StepPlan | None = None
+        self._dead_in_flight: list[BlockTable] = []
+        self._pinned: list[Entry] = []
+        self._drops: list[OutputKey] = []
+        self._num_outputs = 0
+        self._arrivals = 0
+        self._steps = 0
+
+    @property
+    def num_running(self) -> int:
+        """Requests that hold blocks."""
+        return len(self._entries) - len(self._waiting)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def num_queued_tokens(self) -> int:
+        return self._queue.num_queued_tokens + sum(entry.num_tokens for entry in self._waiting)
+
+    @property
+    def max_request_tokens(self) -> int:
+        return min(self._max_model_len, self._cache.max_tokens)
+
+    # --- coming in ---------------------------------------------------------------------------------------------
+
+    def add(self, request: GenerateRequest, token_ids: NDArray[np.int32], chain: HashChain, now: float) -> None:
+        """`chain` covers `token_ids`. Raises when the request can never run here or too many wait."""
+        assert request.request_id not in self._entries
+        self._check(request, len(token_ids))
+        self._arrivals += 1
+        entry = Entry(
+            request=request,
+            token_ids=token_ids,
+            chain=chain,
+            arrival=now,
+            order=(-request.priority, now - request.age_s, self._arrivals),
+        )
+        self._entries[request.request_id] = entry
+        insort(self._waiting, entry, key=lambda e: e.order)
+
+    def _check(self, request: GenerateRequest, num_tokens: int) -> None:
+        sampling = request.sampling
+        total = request.num_prompt_tokens + sampling.max_tokens
+        if total > self._max_model_len:
+            raise ContextLengthExceeded(
+                f"prompt ({request.num_prompt_tokens} tokens) and max_tokens ({sampling.max_tokens}) exceed "
+                f"the context of {self._max_model_len} tokens"
+            )
+        pages = self._most_pages(request, total)
+        if not self._cache.fits(pages) or sampling.n > self._max_num_seqs:
+            raise PromptTooLargeForPool(
+                f"prompt ({request.num_prompt_tokens} tokens), max_tokens ({sampling.max_tokens}) and "
+                f"n ({sampling.n}) can never fit this worker's KV pool "
+                f"({self._cache.max_tokens} tokens, {self._max_num_seqs} outputs)"
+            )
+        if len(self._waiting) >= self._max_waiting:
+            raise DecodeFull(f"{len(self._waiting)} requests are waiting already", retry_after_s=1.0)
+
+    def _most_pages(self, request: GenerateRequest, total: int) -> Counter[PageKind]:
+        """Pages held when every output has reached its limit: full blocks of the prompt are shared."""
+        size, n = self._cache.block_size, request.sampling.n
+        num_shared = request.num_prompt_tokens // size
+        num_own = -(-total // size) - num_shared
+        num_block_0 = 1 if num_shared else n
+        num_tails = n if total > size else 0
+        return Counter(
+            {
+                PageKind.PACKED: num_shared + n * num_own - num_block_0,
+                PageKind.EXACT: num_block_0 + num_tails,
+            }
+        )
+
+    def admit(self, now: float) -> list[Admission]:
+        """Gives waiting requests their blocks, oldest first."""
+        admissions: list[Admission] = []
+        blocked = 0
+        for entry in list(self._waiting):
+            if blocked > MAX_TRIED or self._num_outputs + entry.request.sampling.n > self._max_num_seqs:
+                break
+            if self._admit(entry):
+                admissions.append(self._admission(entry))
+                continue
+            blocked += 1
+            if now - entry.arrival > MAX_OVERTAKEN_S:
+                break
+        return admissions
+
+    def _admit(self, entry: Entry) -> bool:
+        size = self._cache.block_size
+        hashes = shareable(entry.chain.full, entry.num_tokens, size)
+        n = entry.request.sampling.n
+        # afterwards every running output can grow by one block, and the other outputs get their open blocks
+        growing = self._num_outputs + 2 * n
+        spare = Counter({PageKind.PACKED: growing, PageKind.EXACT: 2 * n})
+        if not self._entries_hold_pages():
+            spare = Counter({PageKind.PACKED: n - 1, PageKind.EXACT: n - 1})
+        table = self._cache.start(hashes, entry.num_tokens, spare)
+        if table is None:
+            return False
+        entry.table = table
+        entry.num_cached_tokens = table.num_named * size
+        for offset in range(n):
+            self._add_output(entry, offset, table)
+        self._num_outputs += n
+        self._waiting.remove(entry)
+        entry.move(State.ADMITTED)
+        return True
+
+    def _entries_hold_pages(self) -> bool:
+        return len(self._entries) > len(self._waiting) or bool(self._dead_in_flight or self._pinned)
+
+    def _add_output(self, entry: Entry, offset: int, table: BlockTable) -> None:
+        copy = None
+        if offset > 0:
+            forked = self._cache.fork(table, entry.num_tokens)
+            assert forked is not None, "admission kept pages for it"
+            table, copy = forked
+        index = entry.request.output_index + offset
+        entry.outputs.append(
+            Output(
+                key=output_key(entry.request.request_id, index),
+                entry=entry,
+                index=index,
+                table=table,
+                chain=entry.chain.copy() if offset else entry.chain,
+                num_tokens=entry.num_tokens,
+                copy=copy,
+            )
+        )
+
+    def _admission(self, entry: Entry) -> Admission:
+        left = entry.num_tokens - entry.num_cached_tokens
+        is_nearly_all_cached = entry.num_cached_tokens > 0 and left <= self._cache.block_size
+        needs_route = not (self._is_colocated or is_nearly_all_cached)
+        if not needs_route:
+            self.route_local(entry.request.request_id)
+        return Admission(
+            request_id=entry.request.request_id,
+            num_cached_tokens=entry.num_cached_tokens,
+            needs_route=needs_route,
+        )
+
+    def is_waiting_for_route(self, request_id: RequestId) -> bool:
+        entry = self._entries.get(request_id)
+        return entry is not None and entry.state is State.ADMITTED
+
+    def is_remote(self, request_id: RequestId) -> bool:
+        entry = self._entries.get(request_id)
+        return entry is not None and entry.state is State.REMOTE
+
+    # --- prefill -----------------------------------------------------------------------------------------------
+
+    def route_local(self, request_id: RequestId) -> None:
+        entry = self._entries[request_id]
+        entry.move(State.LOCAL)
+        size = self._cache.block_size
+        prompt = Prompt(
+            key=entry.outputs[0].key,
+            token_ids=entry.token_ids,
+            num_prompt_tokens=entry.request.num_prompt_tokens,
+            sampling=entry.request.sampling,
+            hashes=shareable(entry.chain.full, entry.num_tokens, size),
+            output_index=entry.request.output_index,
+            priority=entry.request.priority,
+            table=entry.table,
+        )
+        self._queue.begin_after(prompt, entry.num_cached_tokens)
+        self._queue.add(prompt, entry.arrival)
+
+    def route_remote(self, request_id: RequestId) -> Entry:
+        entry = self._entries[request_id]
+        entry.move(State.REMOTE)
+        return entry
+
+    def first_tokens(
+        self,
+        request_id: RequestId,
+        token_ids: tuple[int, ...],
+        logprobs: tuple[TokenLogprobs | None, ...],
+        num_cached_tokens: int,
+    ) -> Facts:
+        """The prefill worker's samples, one for each output. Forwarded at once; the pages may land later."""
+        entry = self._entries[request_id]
+        assert entry.state is State.REMOTE and not entry.has_first_tokens
+        facts = Facts()
+        self._take_first_tokens(entry, token_ids, logprobs, num_cached_tokens, facts)
+        self._run_if_ready(entry)
+        return facts
+
+    def pin(self, request_id: RequestId) -> Entry:
+        """A landing is about to write the prompt's blocks: they are not freed before `unpin`."""
+        entry = self._entries[request_id]
+        if entry.num_pins == 0:
+            self._pinned.append(entry)
+        entry.num_pins += 1
+        return entry
+
+    def unpin(self, entry: Entry) -> None:
+        entry.num_pins -= 1
+        if entry.num_pins == 0:
+            self._pinned.remove(entry)
+            for table in entry.dead_tables:
+                self._free(table)
+            entry.dead_tables.clear()
+
+    def landed(self, request_id: RequestId, num_full: int) -> None:
+        """The first `num_full` blocks of the prompt are verified in the pool."""
+        entry = self._entries[request_id]
+        assert entry.table is not None
+        self._cache.name(entry.table, entry.chain.full, num_full)
+
+    def landed_all(self, request_id: RequestId) -> None:
+        """Every page of the prompt is in the pool: with its first tokens, the request can run."""
+        entry = self._entries[request_id]
+        entry.has_landed = True
+        self._run_if_ready(entry)
+
+    def _take_first_tokens(
+        self,
+        entry: Entry,
+        token_ids: tuple[int, ...],
+        logprobs: tuple[TokenLogprobs | None, ...],
+        num_cached_tokens: int,
+        facts: Facts,
+    ) -> None:
+        assert len(token_ids) == len(entry.outputs)
+        entry.has_first_tokens = True
+        facts.prefilled.append((entry.request.request_id, num_cached_tokens))
+        for output, token_id, logprob in zip(list(entry.outputs), token_ids, logprobs, strict=True):
+            self._take(output, token_id, logprob, facts)
+
+    def _run_if_ready(self, entry: Entry) -> None:
+        if entry.has_first_tokens and entry.has_landed and entry.state in (State.REMOTE, State.LOCAL):
+            entry.move(State.RUNNING)
+            for output in entry.outputs:
+                if not output.has_ended:
+                    self._running[output.key] = output
+
+    # --- steps -------------------------------------------------------------------------------------------------
+
+    def plan(self, now: float) -> tuple[StepPlan | None, Facts]:
+        """The next step, if there is anything to do, and what was evicted for it."""
+        assert self._in_flight is None
+        facts = Facts()
+        decodes, grown, tails = self._grow(facts)
+        starts, copies = self._starts()
+        told = {start.key for start in starts}  # their tables are whole already
+        budget = max(self._cache.block_size, self._chunk_tokens - len(decodes))
+        prompt_starts, chunks = self._queue.plan(budget, now)
+        drops, self._drops = tuple(self._drops), []
+        if not decodes and not chunks and not drops:
+            return None, facts
+        self._steps += 1
+        self._in_flight = StepPlan(
+            step=self._steps,
+            starts=(*starts, *prompt_starts),
+            chunks=chunks,
+            decodes=decodes,
+            grown=tuple(item for item in grown if item[0] not in told),
+            tails=tuple(item for item in tails if item[0] not in told),
+            copies=copies,
+            clears=self._cache.drain_clears(),
+            drops=drops,
+        )
+        return self._in_flight, facts
+
+    def _starts(self) -> tuple[list[OutputStart], tuple[tuple[BlockId, BlockId], ...]]:
+        """Outputs the runner does not know yet: those prefilled elsewhere, and the siblings of a local prefill."""
+        starts: list[OutputStart] = []
+        copies: list[tuple[BlockId, BlockId]] = []
+        for output in self._running.values():
+            if output.is_started:
+                continue
+            output.is_started = True
+            if output.copy is not None:
+                copies.append(output.copy)
+            entry = output.entry
+            starts.append(
+                OutputStart(
+                    key=output.key,
+                    token_ids=np.append(entry.token_ids, np.asarray(output.last_tokens[-1:], dtype=np.int32)),
+                    num_prompt_tokens=entry.request.num_prompt_tokens,
+                    sampling=entry.request.sampling,
+                    output_index=output.index,
+                    block_ids=tuple(output.table.block_ids),
+                    tail=output.table.tail,
+                )
+            )
+        return starts, tuple(copies)
+
+    def _grow(
+        self, facts: Facts
+    ) -> tuple[
+        tuple[OutputKey, ...], tuple[tuple[OutputKey, BlockId], ...], tuple[tuple[OutputKey, BlockId], ...]
+    ]:
+        size = self._cache.block_size
+        grown: list[tuple[OutputKey, BlockId]] = []
+        tails: list[tuple[OutputKey, BlockId]] = []
+        stalled: set[OutputKey] = set()
+        for output in list(self._running.values()):
+            # only a token that opens a block needs pages
+            if output.num_tokens % size != 1 or output.key not in self._running:
+                continue
+            had_tail = output.table.tail is not None
+            if not self._grow_or_evict(output, facts):
+                if output.key in self._running:
+                    stalled.add(output.key)
+                continue
+            grown.append((output.key, output.table.block_ids[-1]))
+            if output.table.tail is not None and not had_tail:
+                tails.append((output.key, output.table.tail))
+        running = self._running
+        return (
+            tuple(key for key in running if key not in stalled) if stalled else tuple(running),
+            tuple(item for item in grown if item[0] in running),
+            tuple(item for item in tails if item[0] in running),
+        )
+
+    def _grow_or_evict(self, output: Output, facts: Facts) -> bool:
+        while not self._cache.grow(output.table, output.num_tokens):
+            victim = max((o.entry for o in self._running.values()), key=lambda e: e.order)
+            if victim is output.entry and self._is_oldest(victim):
+                return False
+            self._end(victim, facts)
+            facts.failed.append(
+                (victim.request.request_id, Preempted("evicted to make room for older requests"))
+            )
+            if victim is output.entry:
+                return False
+        return True
+
+    def _is_oldest(self, entry: Entry) -> bool:
+        return all(entry.order <= other.order for other in self._entries.values() if other.table is not None)
+
+    def apply(self, plan: StepPlan, result: StepResult, now: float) -> Facts:
+        assert plan is self._in_flight
+        self._in_flight = None
+        for table in self._dead_in_flight:
+            self._cache.free(table)
+        self._dead_in_flight.clear()
+        facts = Facts()
+        failed = set(result.failed)
+        row = 0
+        for chunk in plan.chunks:
+            num_rows = 0 if chunk.key in failed else chunk.num_outputs
+            rows = slice(row, row + num_rows)
+            row += num_rows
+            facts.num_local_tokens += chunk.num_tokens
+            prompt = self._queue.apply(chunk)
+            if prompt is None:
+                continue
+            if chunk.key in failed:
+                self._fail(chunk.key, facts)
+                continue
+            entry = self._entries[chunk.key.rpartition("/")[0]]
+            end = chunk.start + chunk.num_tokens
+            assert entry.table is not None
+            self._cache.name(entry.table, entry.chain.full, end // self._cache.block_size)
+            if chunk.num_outputs:
+                entry.outputs[0].is_started = True
+                entry.has_landed = True
+                self._take_first_tokens(
+                    entry, result.token_ids[rows], result.logprobs[rows], entry.num_cached_tokens, facts
+                )
+                self._run_if_ready(entry)
+        for key in plan.decodes:
+            if key in failed:
+                self._fail(key, facts)
+                continue
+            output = self._running.get(key)
+            if output is not None:
+                self._computed(output)
+                self._take(output, result.token_ids[row], result.logprobs[row], facts)
+            row += 1
+        return facts
+
+    def _fail(self, key: OutputKey, facts: Facts) -> None:
+        entry = self._entries.get(key.rpartition("/")[0])
+        if entry is not None:
+            self._end(entry, facts)
+            facts.failed.append(
+                (entry.request.request_id, InternalError("the model's output is not finite for this request"))
+            )
+
+    def _computed(self, output: Output) -> None:
+        """The output's last known token is in the cache now."""
+        if output.num_tokens % self._cache.block_size == 0:
+            output.chain.extend(output.last_tokens)
+            output.last_tokens.clear()
+            self._cache.name(output.table, output.chain.full, len(output.chain.full))
+
+    def _take(self, output: Output, token_id: int, logprob: TokenLogprobs | None, facts: Facts) -> None:
+        """A sampled token: one more known token, sent on; perhaps the last one."""
+        output.num_tokens += 1
+        output.last_tokens.append(token_id)
+        request = output.entry.request
+        reason = finish_reason(request.sampling, token_id, output.num_tokens - request.num_prompt_tokens)
+        facts.request_ids.append(request.request_id)
+        facts.output_indices.append(output.index)
+        facts.token_ids.append(token_id)
+        facts.finish_reasons.append(reason)
+        facts.logprobs.append(logprob)
+        if reason is not None:
+            self._end_output(output, facts)
+
+    # --- going out ---------------------------------------------------------------------------------------------
+
+    def abort(self, request_id: RequestId) -> None:
+        """Forgets a request in whatever state. Pages named by the step in flight are freed when it ends.
+
+        Blocks that a landing is about to write are freed when it is unpinned.
+        """
+        entry = self._entries.get(request_id)
+        if entry is not None:
+            self._end(entry, Facts())
+
+    def _end_output(self, output: Output, facts: Facts) -> None:
+        output.has_ended = True
+        entry = output.entry
+        if all(o.has_ended for o in entry.outputs) or entry.state is State.RUNNING:
+            self._drop(output)
+            entry.outputs.remove(output)
+        if not entry.outputs or all(o.has_ended for o in entry.outputs):
+            self._end(entry, facts)
+
+    def _end(self, entry: Entry, facts: Facts) -> None:
+        request_id = entry.request.request_id
+        if entry.state is State.WAITING:
+            self._waiting.remove(entry)
+        for output in list(entry.outputs):
+            if self._queue.get(output.key) is not None:
+                self._queue.remove(output.key)
+            self._drop(output)
+        entry.outputs.clear()
+        entry.move(State.ENDED)
+        del self._entries[request_id]
+        facts.ended.append(request_id)
+
+    def _drop(self, output: Output) -> None:
+        self._running.pop(output.key, None)
+        self._num_outputs -= 1
+        if output.is_started or output.entry.state is State.LOCAL:
+            self._drops.append(output.key)
+        if output.entry.num_pins:
+            output.entry.dead_tables.append(output.table)
+        else:
+            self._free(output.table)
+
+    def _free(self, table: BlockTable) -> None:
+        """The step in flight may name the table's pages: then they are kept until it ends."""
+        if self._in_flight is None:
+            self._cache.free(table)
+        else:
+            self._dead_in_flight.append(table)
+
+    def check_invariants(self) -> None:
+        self._queue.check_invariants()
+        entries = self._entries.values()
+        assert self._num_outputs == sum(len(entry.outputs) for entry in entries)
+        assert [e for e in self._waiting] == sorted(self._waiting, key=lambda e: e.order)
+        assert {id(e) for e in self._waiting} == {id(e) for e in entries if e.state is State.WAITING}
+        for output in self._running.values():
+            assert output.entry.state is State.RUNNING and not output.has_ended
+        dead = self._dead_in_flight + [table for entry in self._pinned for table in entry.dead_tables]
+        self._cache.check_invariants(
+            [*(entry.pages() for entry in entries), *(table.pages() for table in dead)]
+        )

@@ -1,0 +1,127 @@
+"""Pages copied inside one process, with faults that a test can program.
+
+`MemoryFabric` stands for the network: transports register their pools with it. Copies happen when the event loop
+runs the read, or when the test lets them: `hold` stops reads of a source (a frozen peer) until `resume`, `kill` ends
+them as disconnected, `corrupt` flips a byte of the next page read. Used by tests and by the simulator.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from common.errors import PullFailed
+from common.messages import LinkReply
+from common.scheduling.plan import PageKind
+from kvtransfer.transport import PageRead, PoolAddress, ReadEnd
+
+
+@dataclasses.dataclass(slots=True)
+class _Member:
+    pool: Any
+    is_alive: bool = True
+    may_read: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
+
+
+class MemoryFabric:
+    """All pools of a process, by incarnation."""
+
+    def __init__(self) -> None:
+        self._members: dict[str, _Member] = {}
+        self._corruptions = 0
+        self.num_reads = 0
+        self.num_pages = 0
+
+    def join(self, incarnation: str, pool: Any) -> None:
+        member = _Member(pool)
+        member.may_read.set()
+        self._members[incarnation] = member
+
+    def member(self, incarnation: str) -> _Member | None:
+        return self._members.get(incarnation)
+
+    def hold(self, incarnation: str) -> None:
+        self._members[incarnation].may_read.clear()
+
+    def resume(self, incarnation: str) -> None:
+        self._members[incarnation].may_read.set()
+
+    def kill(self, incarnation: str) -> None:
+        self._members[incarnation].is_alive = False
+        self._members[incarnation].may_read.set()
+
+    def corrupt(self, num_pages: int) -> None:
+        """The next pages that are read arrive with one byte changed."""
+        self._corruptions += num_pages
+
+    def take_corruption(self) -> bool:
+        if self._corruptions == 0:
+            return False
+        self._corruptions -= 1
+        return True
+
+
+class MemoryRead:
+    def __init__(self, task: "asyncio.Task[ReadEnd]") -> None:
+        self._task = task
+
+    async def wait(self) -> ReadEnd:
+        return await asyncio.shield(self._task)
+
+
+class MemoryTransport:
+    """`pool` and `landing` have tensors `packed` and `exact` of pages as rows."""
+
+    def __init__(self, fabric: MemoryFabric, incarnation: str, pool: Any, landing: Any) -> None:
+        self._fabric = fabric
+        self._incarnation = incarnation
+        self._landing = landing
+        self._linked: set[str] = set()
+        self._tasks: set[asyncio.Task[ReadEnd]] = set()
+        fabric.join(incarnation, pool)
+
+    def describe(self) -> PoolAddress:
+        return PoolAddress(agent_name=self._incarnation, agent_metadata=b"", pages=())
+
+    async def link(self, source: LinkReply) -> None:
+        if self._fabric.member(source.incarnation) is None:
+            raise PullFailed(f"{source.incarnation} is not in this process")
+        self._linked.add(source.incarnation)
+
+    def unlink(self, incarnation: str) -> None:
+        self._linked.discard(incarnation)
+
+    def read(self, incarnation: str, pages: Sequence[PageRead]) -> MemoryRead:
+        member = self._fabric.member(incarnation)
+        if incarnation not in self._linked or member is None or not member.is_alive:
+            raise PullFailed(f"{incarnation} is not linked")
+        task = asyncio.ensure_future(self._copy(member, tuple(pages)))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return MemoryRead(task)
+
+    async def _copy(self, member: _Member, pages: tuple[PageRead, ...]) -> ReadEnd:
+        await member.may_read.wait()
+        if not member.is_alive:
+            return ReadEnd.DISCONNECTED
+        self._fabric.num_reads += 1
+        for page in pages:
+            self._fabric.num_pages += 1
+            source = _rows(member.pool, page.kind)[page.block_id]
+            target = _rows(self._landing, page.kind)[page.slot[1]]
+            target[:] = source
+            if self._fabric.take_corruption():
+                target[0] ^= 1
+        return ReadEnd.DONE
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        for task in list(self._tasks):
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+
+
+def _rows(arena: Any, kind: PageKind) -> Any:
+    return arena.packed if kind is PageKind.PACKED else arena.exact

@@ -1,0 +1,308 @@
+"""Pages moved by NIXL: one-sided READs of another process's pool, over RDMA, shared memory or TCP as UCX finds.
+
+One thread owns the agent. Everything is a job for it; it sleeps on a condition while no read is in flight, else it
+polls (50 us, backing off to 1 ms), since NIXL has no other way to tell. Descriptor *i* of a pool is packed page *i*,
+the exact pages follow; a read is two lists of integers over lists prepared once.
+
+A read that was given up is polled until NIXL reports its end, because until then it may write. Other errors than a
+remote disconnect say nothing about that and are reported as `ReadEnd.UNKNOWN`.
+"""
+
+import asyncio
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+# NIXL reads these when it is first imported; its own INFO lines are not for our users
+os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
+
+import numpy as np
+import torch
+from nixl_cu12 import _bindings as bindings
+from nixl_cu12._api import nixl_agent, nixl_agent_config
+
+from common.errors import ConfigError, PullFailed
+from common.messages import LinkReply
+from common.scheduling.plan import PageKind
+from kvtransfer.transport import PageRead, PoolAddress, ReadEnd
+
+log = logging.getLogger(__name__)
+
+MIN_POLL_S = 50e-6
+MAX_POLL_S = 1e-3
+
+
+@dataclass(slots=True)
+class _Source:
+    """A linked pool."""
+
+    incarnation: str
+    agent_name: str
+    descriptors: Any
+    num_packed: int
+    num_exact: int
+    is_gone: bool = False
+    is_unlinked: bool = False
+    num_reading: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class NixlRead:
+    """Resolved by the NIXL thread."""
+
+    end: "asyncio.Future[ReadEnd]"
+    source: _Source
+    local: list[int]
+    remote: list[int]
+    handle: Any = None
+
+    async def wait(self) -> ReadEnd:
+        return await asyncio.shield(self.end)
+
+
+@dataclass(slots=True)
+class _State:
+    """What the NIXL thread owns."""
+
+    sources: dict[str, _Source] = field(default_factory=dict)
+    reads: list[NixlRead] = field(default_factory=list)
+
+
+class NixlTransport:
+    """`pool` and `landing` are page arenas: uint8 tensors `packed` [n, page_bytes] and `exact` [m, page_bytes]."""
+
+    def __init__(self, incarnation: str, pool: Any, landing: Any) -> None:
+        self._incarnation = incarnation
+        self._pool = pool
+        self._landing = landing
+        self._jobs: deque[Callable[[], None]] = deque()
+        self._wake = threading.Condition()
+        self._is_closed = False
+        self._state = _State()
+        self._address: PoolAddress
+        self._agent: Any
+        self._local: Any
+        self._known: dict[str, _Source] = {}
+        self._thread = threading.Thread(target=self._run, name="nixl", daemon=True)
+
+    async def open(self) -> None:
+        """Creates the agent and registers the memory. Raises ConfigError when UCX has no lane that works."""
+        self._thread.start()
+        await self._call(self._create)
+
+    def describe(self) -> PoolAddress:
+        return self._address
+
+    async def link(self, source: LinkReply) -> None:
+        if source.incarnation not in self._known:
+            self._known[source.incarnation] = await self._call(lambda: self._add(source))
+
+    def unlink(self, incarnation: str) -> None:
+        source = self._known.pop(incarnation, None)
+        if source is not None:
+            self._submit(lambda: self._remove(source))
+
+    def read(self, incarnation: str, pages: Sequence[PageRead]) -> NixlRead:
+        source = self._known.get(incarnation)
+        if source is None or source.is_gone:
+            raise PullFailed(f"the prefill worker {incarnation} is not linked")
+        limits = {PageKind.PACKED: source.num_packed, PageKind.EXACT: source.num_exact}
+        if any(not 0 <= page.block_id < limits[page.kind] for page in pages):
+            raise PullFailed("a page was announced that is not in the prefill worker's pool")
+        offset = {PageKind.PACKED: 0, PageKind.EXACT: source.num_packed}
+        num_slots = self._landing.packed.shape[0]
+        read = NixlRead(
+            end=asyncio.get_running_loop().create_future(),
+            source=source,
+            local=[page.slot[1] + (num_slots if page.kind is PageKind.EXACT else 0) for page in pages],
+            remote=[page.block_id + offset[page.kind] for page in pages],
+        )
+        self._submit(lambda: self._start(read))
+        return read
+
+    async def close(self) -> None:
+        """Ends the thread. Reads still in flight are reported as of unknown end."""
+        if not self._thread.is_alive():
+            return
+        with self._wake:
+            self._is_closed = True
+            self._wake.notify()
+        await asyncio.get_running_loop().run_in_executor(None, self._thread.join)
+
+    # --- on the NIXL thread ------------------------------------------------------------------------------------
+
+    def _create(self) -> None:
+        try:
+            self._agent = nixl_agent(self._incarnation, nixl_agent_config(backends=["UCX"]))
+            for arena in (self._pool, self._landing):
+                for tensor in (arena.packed, arena.exact):
+                    if tensor.numel():
+                        self._agent.register_memory([tensor])
+            self._local = self._prepare("NIXL_INIT_AGENT", _regions(self._landing), self._landing.packed)
+        except Exception as error:
+            raise ConfigError(
+                f"NIXL cannot start with UCX_TLS={os.environ.get('UCX_TLS', '(default)')}: {error}. "
+                "Allow a lane that reports peer failure, for example UCX_TLS=tcp,self"
+            ) from error
+        self._address = PoolAddress(
+            agent_name=self._incarnation,
+            agent_metadata=self._agent.get_agent_metadata(),
+            pages=_regions(self._pool),
+        )
+
+    def _prepare(self, agent_name: str, regions: Sequence[tuple[int, int, int]], like: torch.Tensor) -> Any:
+        """A prepared list with one descriptor for each page of the regions, in order."""
+        device = like.get_device() if like.is_cuda else 0
+        rows = [
+            np.stack(
+                [
+                    base + page_bytes * np.arange(num, dtype=np.uint64),
+                    np.full(num, page_bytes, dtype=np.uint64),
+                    np.full(num, device, dtype=np.uint64),
+                ],
+                axis=1,
+            )
+            for base, page_bytes, num in regions
+        ]
+        memory = "VRAM" if like.is_cuda else "DRAM"
+        return self._agent.prep_xfer_dlist(agent_name, np.concatenate(rows), mem_type=memory)
+
+    def _add(self, reply: LinkReply) -> _Source:
+        known = self._state.sources.get(reply.incarnation)
+        if known is not None:
+            return known
+        (_, _, num_packed), (_, _, num_exact) = reply.pages
+        try:
+            name = self._agent.add_remote_agent(reply.agent_metadata)
+            descriptors = self._prepare(_text(name), reply.pages, self._pool.packed)
+        except Exception as error:
+            raise PullFailed(f"cannot link to {reply.incarnation}: {error}") from error
+        source = _Source(reply.incarnation, _text(name), descriptors, num_packed, num_exact)
+        self._state.sources[reply.incarnation] = source
+        return source
+
+    def _remove(self, source: _Source) -> None:
+        source.is_unlinked = True
+        self._remove_if_idle(source)
+
+    def _remove_if_idle(self, source: _Source) -> None:
+        """An agent is removed only when no read needs it: NIXL forgets reads of an agent it does not know."""
+        if source.is_unlinked and source.num_reading == 0 and source.incarnation in self._state.sources:
+            del self._state.sources[source.incarnation]
+            try:
+                source.descriptors.release()
+                self._agent.remove_remote_agent(source.agent_name)
+            except Exception as error:
+                log.info("removing %s: %s", source.agent_name, error)
+
+    def _start(self, read: NixlRead) -> None:
+        read.source.num_reading += 1
+        try:
+            read.handle = self._agent.make_prepped_xfer(
+                "READ", self._local, read.local, read.source.descriptors, read.remote
+            )
+            state = self._agent.transfer(read.handle)
+        except Exception as error:
+            self._end(read, self._end_of(error, read))
+            return
+        if state == "PROC":
+            self._state.reads.append(read)
+        else:
+            self._end(read, ReadEnd.DONE if state == "DONE" else ReadEnd.UNKNOWN)
+
+    def _poll(self) -> bool:
+        """Whether any read ended."""
+        ended: list[tuple[NixlRead, ReadEnd]] = []
+        for read in self._state.reads:
+            try:
+                state = self._agent.check_xfer_state(read.handle)
+            except Exception as error:
+                ended.append((read, self._end_of(error, read)))
+                continue
+            if state != "PROC":
+                ended.append((read, ReadEnd.DONE if state == "DONE" else ReadEnd.UNKNOWN))
+        for read, end in ended:
+            self._state.reads.remove(read)
+            self._end(read, end)
+        return bool(ended)
+
+    def _end_of(self, error: Exception, read: NixlRead) -> ReadEnd:
+        log.warning("a read from %s failed: %s", read.source.incarnation, error)
+        if isinstance(error, bindings.nixlRemoteDisconnectError):
+            read.source.is_gone = True
+            return ReadEnd.DISCONNECTED
+        return ReadEnd.UNKNOWN
+
+    def _end(self, read: NixlRead, end: ReadEnd) -> None:
+        if read.handle is not None and end is not ReadEnd.UNKNOWN:
+            try:
+                self._agent.release_xfer_handle(read.handle)
+            except Exception as error:
+                log.info("releasing a read: %s", error)
+        read.source.num_reading -= 1
+        self._remove_if_idle(read.source)
+        _resolve(read.end, end)
+
+    def _run(self) -> None:
+        pause = MIN_POLL_S
+        while True:
+            with self._wake:
+                while not (self._jobs or self._state.reads or self._is_closed):
+                    self._wake.wait()
+                jobs = list(self._jobs)
+                self._jobs.clear()
+                if self._is_closed and not jobs:
+                    break
+            for job in jobs:
+                job()
+            if jobs or self._poll():
+                pause = MIN_POLL_S
+            elif self._state.reads:
+                time.sleep(pause)
+                pause = min(2 * pause, MAX_POLL_S)
+        for read in self._state.reads:
+            _resolve(read.end, ReadEnd.UNKNOWN)
+
+    def _submit(self, job: Callable[[], None]) -> None:
+        with self._wake:
+            self._jobs.append(job)
+            self._wake.notify()
+
+    async def _call(self, function: Callable[[], Any]) -> Any:
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+
+        def job() -> None:
+            try:
+                _resolve(future, function())
+            except Exception as error:
+                _reject(future, error)
+
+        self._submit(job)
+        return await future
+
+
+def _regions(arena: Any) -> tuple[tuple[int, int, int], ...]:
+    return tuple((t.data_ptr(), t.shape[1], t.shape[0]) for t in (arena.packed, arena.exact))
+
+
+def _text(name: Any) -> str:
+    return name.decode() if isinstance(name, bytes) else str(name)
+
+
+def _resolve(future: "asyncio.Future[Any]", value: Any) -> None:
+    _from_thread(future, lambda: future.done() or future.set_result(value))
+
+
+def _reject(future: "asyncio.Future[Any]", error: Exception) -> None:
+    _from_thread(future, lambda: future.done() or future.set_exception(error))
+
+
+def _from_thread(future: "asyncio.Future[Any]", callback: Callable[[], Any]) -> None:
+    loop = future.get_loop()
+    if not loop.is_closed():
+        loop.call_soon_threadsafe(callback)

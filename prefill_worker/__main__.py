@@ -1,0 +1,32 @@
+"""A prefill worker's wiring."""
+
+from anyio.abc import TaskGroup
+
+from common.config import WorkerConfig
+from common.worker_main import Assembly, Parts, run_worker
+from kvtransfer.nixl_transport import NixlTransport
+from prefill_worker.scheduler import PrefillScheduler
+from prefill_worker.service import PrefillService
+
+
+def run(config: WorkerConfig) -> int:
+    return run_worker(config, assemble)
+
+
+async def assemble(parts: Parts, group: TaskGroup) -> Assembly:
+    transport = NixlTransport(parts.identity.incarnation, parts.runner.pool, parts.runner.landing)
+    await transport.open()
+    service = PrefillService(
+        identity=parts.identity,
+        scheduler=PrefillScheduler(
+            parts.cache, chunk_tokens=parts.config.chunk_tokens, max_model_len=parts.sizes.max_model_len
+        ),
+        cache=parts.cache,
+        device=parts.device,
+        transport=transport,
+        clock=parts.clock,
+        metrics=parts.metrics,
+        events=parts.events,
+        handoff_stall_s=parts.config.handoff_stall_s,
+    )
+    return Assembly(service=service, close=transport.close)

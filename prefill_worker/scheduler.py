@@ -1,0 +1,239 @@
+"""The chunk scheduler of a prefill worker.
+
+Life of a prompt: `add` -> waiting -> blocks reserved, computed chunk by chunk (`plan`, `apply`) -> forgotten. Every page
+that a chunk finishes is handed out with a reference of its own in `ChunkComputed`: whoever takes the fact gives the
+page back with `release` (the hand-off does, when the page is acknowledged or its stream ends). So the computing prompt
+and the hand-off hold a page independently, and it is cached when both have let go.
+"""
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from common.errors import ContextLengthExceeded, PromptTooLargeForPool
+from common.scheduling.kv_cache import KvCache
+from common.scheduling.plan import PageKind, PrefillChunk, StepPlan, StepResult, TagOrder
+from common.scheduling.prompt_queue import Prompt, PromptQueue
+from common.types import BlockId, OutputKey, TokenLogprobs
+from kvtransfer.source import Page
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkComputed:
+    key: OutputKey
+    num_tokens: int
+    pages: tuple[Page, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptComputed:
+    key: OutputKey
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs | None, ...]
+    num_cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptFailed:
+    """The model gave no usable logits for this prompt."""
+
+    key: OutputKey
+
+
+Fact = ChunkComputed | PromptComputed | PromptFailed
+
+
+@dataclass(slots=True)
+class _Chain:
+    """Content hashes of a prompt's blocks, and how many of them were announced."""
+
+    full: list[bytes]
+    open: bytes | None
+    num_announced: int
+
+
+class PrefillScheduler:
+    def __init__(self, cache: KvCache, *, chunk_tokens: int, max_model_len: int) -> None:
+        assert chunk_tokens >= cache.block_size
+        self._cache = cache
+        self._chunk_tokens = chunk_tokens
+        self._max_model_len = max_model_len
+        self._queue = PromptQueue(cache)
+        self._chains: dict[OutputKey, _Chain] = {}
+        self._in_flight: StepPlan | None = None
+        self._aborted: dict[OutputKey, Prompt] = {}
+        self._drops: list[OutputKey] = []
+        self._handed_out: Counter[tuple[PageKind, BlockId]] = Counter()
+        self._steps = 0
+
+    @property
+    def num_running(self) -> int:
+        return sum(prompt.is_started for prompt in self._queue)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._queue) - self.num_running
+
+    @property
+    def num_queued_tokens(self) -> int:
+        return self._queue.num_queued_tokens
+
+    def add(
+        self, prompt: Prompt, full_hashes: list[bytes], open_hash: bytes | None, num_held_blocks: int, now: float
+    ) -> None:
+        """`num_held_blocks` leading blocks need not be handed out. Raises when the prompt can never be computed."""
+        if prompt.num_tokens > self._max_model_len:
+            raise ContextLengthExceeded(
+                f"the prompt has {prompt.num_tokens} tokens, this worker's context is {self._max_model_len}"
+            )
+        if prompt.num_tokens > self._cache.max_tokens:
+            raise PromptTooLargeForPool(
+                f"the prompt has {prompt.num_tokens} tokens, the prefill worker's pool holds "
+                f"{self._cache.max_tokens}"
+            )
+        self._chains[prompt.key] = _Chain(full=full_hashes, open=open_hash, num_announced=num_held_blocks)
+        self._queue.add(prompt, now)
+
+    def plan(self, now: float) -> StepPlan | None:
+        """The next step; None when there is nothing to do."""
+        assert self._in_flight is None
+        starts, chunks = self._queue.plan(self._chunk_tokens, now)
+        drops, self._drops = tuple(self._drops), []
+        if not chunks and not drops:
+            return None
+        self._steps += 1
+        self._in_flight = StepPlan(
+            step=self._steps,
+            starts=starts,
+            chunks=chunks,
+            clears=self._cache.drain_clears(),
+            tags=tuple(tag for chunk in chunks for tag in self._tags(chunk)),
+            drops=drops,
+        )
+        return self._in_flight
+
+    def apply(self, plan: StepPlan, result: StepResult, now: float) -> list[Fact]:
+        assert plan is self._in_flight
+        self._in_flight = None
+        facts: list[Fact] = []
+        row = 0
+        for chunk in plan.chunks:
+            has_failed = chunk.key in result.failed
+            num_rows = 0 if has_failed else chunk.num_outputs
+            rows = slice(row, row + num_rows)
+            row += num_rows
+            if chunk.key in self._aborted:
+                self._free(self._aborted.pop(chunk.key))
+                continue
+            facts += self._computed(chunk, has_failed, result, rows)
+        return facts
+
+    def abort(self, key: OutputKey) -> None:
+        """The prompt is not wanted any more. Its blocks are let go at once, or when the step that uses them ends."""
+        if self._queue.get(key) is None:
+            return
+        prompt = self._queue.remove(key)
+        if self._in_flight is not None and any(chunk.key == key for chunk in self._in_flight.chunks):
+            self._aborted[key] = prompt
+        else:
+            self._free(prompt)
+
+    def release(self, pages: Iterable[tuple[PageKind, BlockId]]) -> None:
+        """Gives back pages that a `ChunkComputed` handed out."""
+        pages = list(pages)
+        self._handed_out.subtract(pages)
+        self._cache.release(pages)
+        for page in pages:
+            if self._handed_out[page] == 0:
+                del self._handed_out[page]
+
+    def _computed(
+        self, chunk: PrefillChunk, has_failed: bool, result: StepResult, rows: slice
+    ) -> list[Fact]:
+        prompt = self._queue.apply(chunk)
+        assert prompt is not None and prompt.table is not None
+        facts: list[Fact] = []
+        if has_failed:
+            if self._queue.get(chunk.key) is not None:
+                self._queue.remove(chunk.key)
+            self._free(prompt)
+            return [PromptFailed(key=chunk.key)]
+        chain = self._chains[chunk.key]
+        end = chunk.start + chunk.num_tokens
+        self._cache.name(prompt.table, chain.full, end // self._cache.block_size)
+        pages = self._finished_pages(prompt, chain, end)
+        self._cache.hold((page.kind, page.block_id) for page in pages)
+        self._handed_out.update((page.kind, page.block_id) for page in pages)
+        facts.append(ChunkComputed(key=chunk.key, num_tokens=chunk.num_tokens, pages=pages))
+        if chunk.num_outputs:
+            facts.append(
+                PromptComputed(
+                    key=chunk.key,
+                    token_ids=result.token_ids[rows],
+                    logprobs=result.logprobs[rows],
+                    num_cached_tokens=prompt.num_cached_tokens,
+                )
+            )
+            self._free(prompt)
+        return facts
+
+    def _finished_pages(self, prompt: Prompt, chain: _Chain, end: int) -> tuple[Page, ...]:
+        """Pages from the last announced block up to position `end`; the open block's only at the prompt's end."""
+        assert prompt.table is not None
+        num_full = end // self._cache.block_size
+        is_last = end == prompt.num_tokens
+        blocks = range(chain.num_announced, num_full + (is_last and chain.open is not None))
+        chain.num_announced = max(chain.num_announced, num_full)
+        return tuple(self._page(prompt, index, is_open=index == num_full) for index in blocks)
+
+    def _page(self, prompt: Prompt, index: int, *, is_open: bool) -> Page:
+        kind, block_id = self._where(prompt, index, is_open=is_open)
+        return Page(
+            index=index, kind=kind, block_id=block_id, generation=self._cache.generation(kind, block_id)
+        )
+
+    def _where(self, prompt: Prompt, index: int, *, is_open: bool) -> tuple[PageKind, BlockId]:
+        assert prompt.table is not None
+        if index == 0:
+            return PageKind.EXACT, prompt.table.block_ids[0]
+        if is_open:
+            assert prompt.table.tail is not None
+            return PageKind.EXACT, prompt.table.tail
+        return PageKind.PACKED, prompt.table.block_ids[index]
+
+    def _tags(self, chunk: PrefillChunk) -> Iterable[TagOrder]:
+        """Every full block is tagged when it is finished: a later hit may hand it out."""
+        prompt = self._queue.get(chunk.key)
+        assert prompt is not None
+        chain = self._chains[chunk.key]
+        size = self._cache.block_size
+        end = chunk.start + chunk.num_tokens
+        for index in range(chunk.start // size, end // size):
+            yield self._tag(prompt, index, chain.full[index], size, is_open=False)
+        if end == prompt.num_tokens and chain.open is not None:
+            yield self._tag(prompt, end // size, chain.open, end % size, is_open=True)
+
+    def _tag(
+        self, prompt: Prompt, index: int, content_hash: bytes, num_tokens: int, *, is_open: bool
+    ) -> TagOrder:
+        kind, block_id = self._where(prompt, index, is_open=is_open)
+        return TagOrder(
+            kind=kind,
+            block_id=block_id,
+            content_hash=content_hash,
+            num_tokens=num_tokens,
+            generation=self._cache.generation(kind, block_id),
+        )
+
+    def _free(self, prompt: Prompt) -> None:
+        if prompt.table is not None:
+            self._cache.free(prompt.table)
+            self._drops.append(prompt.key)
+        del self._chains[prompt.key]
+
+    def check_invariants(self) -> None:
+        self._queue.check_invariants()
+        held = [prompt.table.pages() for prompt in self._queue if prompt.table is not None]
+        held += [prompt.table.pages() for prompt in self._aborted.values() if prompt.table is not None]
+        self._cache.check_invariants([*held, self._handed_out.elements()])
+        assert set(self._chains) == {p.key for p in self._queue} | set(self._aborted)

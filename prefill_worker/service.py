@@ -1,0 +1,310 @@
+"""The prefill worker's shell: hand-off streams on one side, the device on the other, the scheduler between.
+
+    Handoff stream -> add -> [plan -> device -> apply] -> facts -> HandoffSource -> actions -> stream
+
+Each stream has one `HandoffSource`; its actions are performed here, at once and in order. The stream's end, however it
+comes about, ends the source, and that frees.
+"""
+
+import asyncio
+import logging
+import math
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import anyio
+
+from common.clock import Clock
+from common.errors import Draining, InternalError, MalformedMessage, PrefillLost, PullFailed, TandemError
+from common.events import EventLog
+from common.messages import (
+    PROTOCOL_VERSION,
+    GenerateRequest,
+    HandoffRequest,
+    LinkReply,
+    LinkRequest,
+    PagesTaken,
+    unpack_tokens,
+)
+from common.rpc import Handler, Stream
+from common.scheduling.block_hash import HashChain
+from common.scheduling.kv_cache import KvCache
+from common.scheduling.prompt_queue import Prompt, shareable
+from common.types import OutputKey
+from common.worker import Device, HashRoots, Identity, Load, WatchService
+from common.worker_metrics import WorkerMetrics
+from kvtransfer.source import (
+    AbortPrompt,
+    Action,
+    EndStream,
+    Fact,
+    HandoffSource,
+    PagesFinished,
+    PeerFinished,
+    PromptDone,
+    PromptLost,
+    Release,
+    Send,
+    StreamLost,
+    Taken,
+)
+from kvtransfer.transport import Transport
+from prefill_worker.scheduler import ChunkComputed, PrefillScheduler, PromptComputed, PromptFailed
+from prefill_worker.scheduler import Fact as SchedulerFact
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class _Handoff:
+    key: OutputKey
+    request: GenerateRequest
+    arrival: float
+    source: HandoffSource = field(default_factory=HandoffSource)
+    outbox: deque[object] = field(default_factory=deque)
+    wake: asyncio.Event = field(default_factory=asyncio.Event)
+    has_ended: bool = False
+    error: TandemError | None = None
+    stall: anyio.CancelScope = field(default_factory=anyio.CancelScope)
+    num_chunks: int = 0
+
+
+class PrefillService:
+    def __init__(
+        self,
+        *,
+        identity: Identity,
+        scheduler: PrefillScheduler,
+        cache: KvCache,
+        device: Device,
+        transport: Transport,
+        clock: Clock,
+        metrics: WorkerMetrics,
+        events: EventLog,
+        handoff_stall_s: float,
+    ) -> None:
+        self._identity = identity
+        self._scheduler = scheduler
+        self._cache = cache
+        self._device = device
+        self._transport = transport
+        self._clock = clock
+        self._metrics = metrics
+        self._events = events
+        self._handoff_stall_s = handoff_stall_s
+        self._roots = HashRoots(identity.model_fingerprint, identity.block_size)
+        self._handoffs: dict[OutputKey, _Handoff] = {}
+        self._wake = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._num_handoffs = 0
+        self.watch = WatchService(identity, self._load)
+
+    def handlers(self) -> dict[str, Handler]:
+        return {"Watch": self.watch.serve, "Handoff": self._serve_handoff, "Link": self._serve_link}
+
+    def _load(self) -> Load:
+        return Load(
+            blocks=self._cache.load,
+            running=self._scheduler.num_running,
+            waiting=self._scheduler.num_waiting,
+            num_queued_tokens=self._scheduler.num_queued_tokens,
+            max_prompt_tokens=min(self._identity.max_model_len, self._cache.max_tokens),
+        )
+
+    async def drained(self) -> None:
+        """Returns when no hand-off is left. Nothing new is taken from now on."""
+        self.watch.drain()
+        while self._handoffs:
+            self._idle.clear()
+            await self._idle.wait()
+
+    # --- steps -------------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """The step loop: decide, do, decide again. Sleeps while there is nothing to do."""
+        while True:
+            plan = self._scheduler.plan(self._clock.now())
+            if plan is None:
+                self._changed()
+                self._wake.clear()
+                await self._wake.wait()
+                continue
+            for chunk in plan.chunks:
+                self._events.record("chunk_started", key=chunk.key, start=chunk.start, step=plan.step)
+            result = await self._device.execute(plan)
+            self._metrics.step.observe(result.duration_s)
+            for fact in self._scheduler.apply(plan, result, self._clock.now()):
+                self._on_scheduler(fact)
+            self._changed()
+
+    def _changed(self) -> None:
+        self._metrics.set_load(self._cache.load, self._scheduler.num_running, self._scheduler.num_waiting)
+        self._metrics.handoffs.set(len(self._handoffs))
+        self.watch.changed()
+
+    def _on_scheduler(self, fact: SchedulerFact) -> None:
+        handoff = self._handoffs.get(fact.key)
+        match fact:
+            case ChunkComputed(pages=pages, num_tokens=num_tokens):
+                self._metrics.prompt_tokens.inc(num_tokens)
+                if handoff is None:
+                    self._scheduler.release((page.kind, page.block_id) for page in pages)
+                    return
+                self._events.record(
+                    "pages_ready",
+                    key=fact.key,
+                    chunk=handoff.num_chunks,
+                    blocks=[page.index for page in pages],
+                )
+                handoff.num_chunks += 1
+                self._on(handoff, PagesFinished(pages=pages))
+            case PromptComputed() if handoff is not None:
+                self._metrics.output_tokens.inc(len(fact.token_ids))
+                self._metrics.cached_tokens.inc(fact.num_cached_tokens)
+                self._metrics.ttft.observe(self._clock.now() - handoff.arrival)
+                self._events.record("first_tokens", key=fact.key)
+                self._on(
+                    handoff,
+                    PromptDone(
+                        token_ids=fact.token_ids,
+                        logprobs=fact.logprobs,
+                        num_cached_tokens=fact.num_cached_tokens,
+                    ),
+                )
+            case PromptFailed() if handoff is not None:
+                error = InternalError("the model's output is not finite for this prompt")
+                self._on(handoff, PromptLost(error=error))
+
+    # --- hand-offs ---------------------------------------------------------------------------------------------
+
+    async def _serve_handoff(self, stream: Stream) -> None:
+        message = await stream.receive()
+        if not isinstance(message, HandoffRequest):
+            raise MalformedMessage("a Handoff stream starts with HandoffRequest")
+        if self.watch.is_draining:
+            raise Draining("this prefill worker is draining")
+        if message.incarnation != self._identity.incarnation:
+            raise PrefillLost("the prefill worker was restarted")
+        handoff = self._begin(message)
+        try:
+            await self._exchange(handoff, stream)
+        except TandemError as error:
+            self._metrics.errors.labels(error.code).inc()
+            raise
+        finally:
+            # whatever happened: nothing stays held
+            self._on(handoff, StreamLost())
+            del self._handoffs[handoff.key]
+            self._metrics.finished.labels("error" if handoff.error else "done").inc()
+            self._idle.set()
+            self._wake.set()
+            self._changed()
+
+    def _begin(self, message: HandoffRequest) -> _Handoff:
+        """Puts the prompt in line. Raises when it can never be computed here."""
+        request = message.request
+        self._num_handoffs += 1
+        key = f"{request.request_id}#{self._num_handoffs}"  # a retry may come before its first try is forgotten
+        token_ids = unpack_tokens(request.token_ids)
+        if not len(token_ids):
+            raise MalformedMessage("a prompt has at least one token")
+        chain = HashChain(self._roots.root(request.cache_salt), self._identity.block_size)
+        chain.extend(token_ids)
+        prompt = Prompt(
+            key=key,
+            token_ids=token_ids,
+            num_prompt_tokens=request.num_prompt_tokens,
+            sampling=request.sampling,
+            hashes=shareable(chain.full, len(token_ids), self._identity.block_size),
+            output_index=request.output_index,
+            priority=request.priority,
+        )
+        now = self._clock.now()
+        self._scheduler.add(prompt, chain.full, chain.open, message.num_held_blocks, now)
+        handoff = self._handoffs[key] = _Handoff(key=key, request=request, arrival=now)
+        self._events.record("handoff_began", key=key, num_tokens=len(token_ids))
+        self._wake.set()
+        return handoff
+
+    async def _exchange(self, handoff: _Handoff, stream: Stream) -> None:
+        """Until the source has ended and everything is sent."""
+        async with anyio.create_task_group() as group:
+            group.start_soon(self._receive, handoff, stream)
+            with handoff.stall:
+                await self._send(handoff, stream)
+            group.cancel_scope.cancel()
+        if handoff.stall.cancelled_caught and not handoff.has_ended:
+            raise PullFailed(
+                f"the receiver took no page for {self._handoff_stall_s:g} s; the hand-off was ended"
+            )
+        if handoff.error is not None:
+            raise handoff.error
+
+    async def _send(self, handoff: _Handoff, stream: Stream) -> None:
+        while handoff.outbox or not handoff.has_ended:
+            if not handoff.outbox:
+                handoff.wake.clear()
+                await handoff.wake.wait()
+                continue
+            try:
+                await stream.send(handoff.outbox.popleft())
+            except TandemError:
+                self._on(handoff, StreamLost())
+                return
+
+    async def _receive(self, handoff: _Handoff, stream: Stream) -> None:
+        while True:
+            try:
+                message = await stream.receive()
+            except TandemError:
+                self._on(handoff, StreamLost())
+                return
+            if message is None:
+                self._on(handoff, PeerFinished())
+                return
+            if not isinstance(message, PagesTaken):
+                self._on(handoff, PromptLost(error=MalformedMessage("expected PagesTaken")))
+                self._scheduler.abort(handoff.key)
+                return
+            self._on(handoff, Taken(blocks=message.blocks))
+
+    def _on(self, handoff: _Handoff, fact: Fact) -> None:
+        self._perform(handoff, handoff.source.on(fact))
+        is_waiting_for_peer = bool(handoff.source.held)
+        handoff.stall.deadline = (
+            anyio.current_time() + self._handoff_stall_s if is_waiting_for_peer else math.inf
+        )
+
+    def _perform(self, handoff: _Handoff, actions: Iterable[Action]) -> None:
+        for action in actions:
+            match action:
+                case Send(message=message):
+                    handoff.outbox.append(message)
+                case Release(pages=pages):
+                    self._scheduler.release(pages)
+                    self._wake.set()
+                case AbortPrompt():
+                    self._scheduler.abort(handoff.key)
+                    self._wake.set()
+                case EndStream(error=error):
+                    handoff.error = error
+                    handoff.has_ended = True
+            handoff.wake.set()
+
+    async def _serve_link(self, stream: Stream) -> None:
+        message = await stream.receive()
+        if not isinstance(message, LinkRequest) or message.protocol != PROTOCOL_VERSION:
+            raise MalformedMessage(f"a Link stream starts with a LinkRequest of protocol {PROTOCOL_VERSION}")
+        address = self._transport.describe()
+        await stream.send(
+            LinkReply(
+                incarnation=self._identity.incarnation,
+                numeric_incarnation=self._identity.numeric_incarnation,
+                layout=self._identity.layout,
+                layout_fingerprint=self._identity.layout_fingerprint,
+                agent_name=address.agent_name,
+                agent_metadata=address.agent_metadata,
+                pages=address.pages,
+            )
+        )
