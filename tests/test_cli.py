@@ -1,0 +1,274 @@
+"""The command line as a person meets it, and `tandem serve` with fake processes under it."""
+
+import json
+import os
+import re
+import select
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from common.config import ServeConfig, available_cores
+from common.errors import ConfigError
+from common.launcher import ChildPlan, check_free, free_ports, plan_children
+
+ROOT = Path(__file__).resolve().parent.parent
+FAKE = ROOT / "tests" / "fake_process.py"
+SERVE_FAKES = """
+import sys
+from common import config, launcher
+command = config.parse(sys.argv[2:])
+sys.exit(launcher.serve(command.config, command.config_file, (sys.executable, sys.argv[1])))
+"""
+DEADLINE_S = 30.0
+
+
+class Served:
+    """A launcher in a process of its own, with fake children."""
+
+    def __init__(self, model: Path, *flags: str, **behaviour: object) -> None:
+        (model / "behaviour.json").write_text(json.dumps(behaviour))
+        self.events_file = model / "events"
+        self.http, grpc, metrics = (f"127.0.0.1:{port}" for port in free_ports(3))
+        addresses = ("--http", self.http, "--grpc", grpc, "--metrics", metrics)
+        command = (sys.executable, "-c", SERVE_FAKES, str(FAKE), "serve", "--model", str(model))
+        self.process = subprocess.Popen(
+            [*command, *addresses, *flags],
+            cwd=ROOT,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+
+    def wait_ready(self) -> None:
+        assert self.process.stdout is not None
+        assert self.process.stdout.readline() == f"ready http://{self.http}/v1\n"
+
+    def wait_line(self, text: str) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            if text in line:
+                return
+        raise AssertionError(f"the launcher never said {text!r}")
+
+    def finish(self) -> tuple[int, str, str]:
+        out, err = self.process.communicate(timeout=DEADLINE_S)
+        return self.process.returncode, out, err
+
+    def events(self) -> list[str]:
+        return self.events_file.read_text().splitlines()
+
+    def pids(self) -> list[int]:
+        return [int(pid) for pid in re.findall(r"pid=(\d+)", self.events_file.read_text())]
+
+
+Launch = Callable[..., Served]
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text("{}")
+    return tmp_path
+
+
+@pytest.fixture
+def launch(model: Path) -> Iterator[Launch]:
+    served: list[Served] = []
+
+    def start(*flags: str, **behaviour: object) -> Served:
+        served.append(Served(model, *flags, **behaviour))
+        return served[-1]
+
+    yield start
+    for one in served:
+        one.process.kill()
+        one.finish()
+
+
+@pytest.fixture
+def taken() -> Iterator[str]:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        yield f"127.0.0.1:{listener.getsockname()[1]}"
+
+
+def tandem(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "tandem", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S)
+
+
+def gone(pid: int) -> bool:
+    """Waits for the process's end on its pidfd."""
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        readable, _, _ = select.select([descriptor], [], [], DEADLINE_S)
+        return bool(readable)
+    finally:
+        os.close(descriptor)
+
+
+def test_a_wrong_flag_is_one_line_and_exit_code_2() -> None:
+    done = tandem("serve", "--kv-codecs", "fp32")
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.startswith("tandem: unknown option --kv-codecs; did you mean --kv-codec")
+    assert done.stderr.count("\n") == 1
+
+
+def test_help_names_every_command_and_loads_no_torch() -> None:
+    code = "import sys, tandem; sys.modules['torch'] = None; tandem.main()"
+    command = [sys.executable, "-c", code, "--help"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S)
+    assert done.returncode == 0
+    for name in ("serve", "router", "prefill", "decode", "demo-model"):
+        assert name in done.stdout
+
+
+def test_a_taken_port_is_named_before_anything_starts(model: Path, taken: str) -> None:
+    done = tandem("serve", "--model", str(model), "--http", taken)
+    assert done.returncode == 2
+    assert done.stderr == f"tandem: --http {taken} cannot be used: Address already in use\n"
+    assert not (model / "events").exists()
+
+
+def test_check_free_accepts_a_port_that_was_just_released(taken: str) -> None:
+    with pytest.raises(ConfigError, match="--metrics"):
+        check_free("metrics", taken)
+    check_free("metrics", f"127.0.0.1:{free_ports(1)[0]}")
+
+
+def test_two_workers_share_the_cores_and_get_ports_of_their_own() -> None:
+    config = ServeConfig(chunk_tokens=64)
+    router, prefill, decode = plan_children(config, None, "/m", [1, 2, 3, 4], cores=8)
+    assert (router.name, prefill.name, decode.name) == ("router", "prefill-0", "decode-0")
+    assert (prefill.threads, decode.threads) == (4, 4)
+    assert flags(router)["--prefill"] == "127.0.0.1:1"
+    assert flags(router)["--decode"] == "127.0.0.1:3"
+    assert flags(prefill)["--metrics"] == "127.0.0.1:2"
+    assert flags(decode)["--listen"] == "127.0.0.1:3"
+    assert flags(decode)["--chunk-tokens"] == "64"
+    assert "--kv-codec" not in decode.arguments
+
+
+def test_colocated_workers_are_decode_workers_to_the_router() -> None:
+    config = ServeConfig(prefill=0, decode=0, colocated=2)
+    router, first, second = plan_children(config, Path("a.toml"), "/m", [1, 2, 3, 4], cores=1)
+    assert flags(router)["--prefill"] == ""
+    assert flags(router)["--decode"] == "127.0.0.1:1,127.0.0.1:3"
+    assert first.arguments[:4] == ("decode", "--colocated", "--config", "a.toml")
+    assert (first.threads, second.threads) == (1, 1)
+
+
+def flags(plan: ChildPlan) -> dict[str, str]:
+    words = plan.arguments
+    return {words[i]: words[i + 1] for i in range(len(words) - 1) if words[i].startswith("--")}
+
+
+def test_ctrl_c_stops_the_router_before_the_workers_and_leaves_no_process(launch: Launch) -> None:
+    served = launch()
+    served.wait_ready()
+    served.process.send_signal(signal.SIGINT)
+    code, out, err = served.finish()
+    assert (code, out) == (0, "")
+    assert served.events()[3] == "router stopped"
+    assert sorted(served.events()[4:]) == ["decode stopped", "prefill stopped"]
+    assert re.search(r"^decode-0 +hello from decode$", err, re.MULTILINE)
+    assert all(gone(pid) for pid in served.pids())
+    share = max(1, available_cores() // 2)
+    assert sum(f"threads={share}" in event for event in served.events()) >= 2
+
+
+def test_sigterm_stops_like_ctrl_c(launch: Launch) -> None:
+    served = launch()
+    served.wait_ready()
+    served.process.terminate()
+    assert served.finish()[0] == 0
+    assert all(gone(pid) for pid in served.pids())
+
+
+def test_a_second_ctrl_c_kills_at_once(launch: Launch) -> None:
+    served = launch(router={"ignores_sigterm": True})
+    served.wait_ready()
+    served.process.send_signal(signal.SIGINT)
+    served.wait_line("stopping; once more")
+    served.process.send_signal(signal.SIGINT)
+    code, _, err = served.finish()
+    assert code == 130
+    assert "killed" in err
+    assert all(gone(pid) for pid in served.pids())
+
+
+def test_a_process_that_does_not_drain_is_killed_within_the_bound(launch: Launch) -> None:
+    served = launch("--drain-s", "0.1", decode={"ignores_sigterm": True})
+    served.wait_ready()
+    served.process.send_signal(signal.SIGINT)
+    code, _, err = served.finish()
+    assert code == 0
+    assert "decode-0 did not stop within 5 s; killed" in err
+    assert all(gone(pid) for pid in served.pids())
+
+
+def test_children_die_with_a_launcher_that_is_killed(launch: Launch) -> None:
+    served = launch(router={"ignores_sigterm": True})
+    served.wait_ready()
+    served.process.kill()
+    assert len(served.pids()) == 3
+    assert all(gone(pid) for pid in served.pids())
+    served.finish()
+
+
+def test_a_dead_prefill_worker_is_reported_and_serving_goes_on(launch: Launch) -> None:
+    served = launch(prefill={"exit": 3})
+    served.wait_line("prefill-0 exited with code 3")
+    served.wait_ready()
+    served.process.send_signal(signal.SIGINT)
+    assert served.finish()[0] == 0
+
+
+def test_a_worker_ended_by_a_signal_is_reported_by_its_name(launch: Launch) -> None:
+    served = launch("--decode", "2")
+    served.wait_ready()
+    pid = next(
+        int(event.split("pid=")[1].split()[0]) for event in served.events() if "decode" in event
+    )
+    os.kill(pid, signal.SIGKILL)
+    served.wait_line("was ended by SIGKILL")
+    served.process.send_signal(signal.SIGINT)
+    assert served.finish()[0] == 0
+
+
+def test_without_any_worker_that_generates_the_launcher_gives_up(launch: Launch) -> None:
+    code, out, err = launch(decode={"exit": 3}).finish()
+    assert (code, out) == (1, "")
+    assert "decode-0 exited with code 3" in err
+    assert "no worker is left that generates" in err
+
+
+def test_a_refused_configuration_is_exit_code_2(launch: Launch) -> None:
+    assert launch(router={"exit": 2}).finish()[0] == 2
+
+
+def test_a_dead_router_ends_everything(launch: Launch) -> None:
+    served = launch()
+    served.wait_ready()
+    os.kill(next(int(e.split("pid=")[1].split()[0]) for e in served.events() if "router" in e), 9)
+    code, _, err = served.finish()
+    assert code == 1
+    assert "router was ended by SIGKILL" in err
+    assert sorted(served.events()[3:]) == ["decode stopped", "prefill stopped"]
+    assert all(gone(pid) for pid in served.pids())
+
+
+def test_a_router_that_never_gets_ready_ends_in_an_error(launch: Launch) -> None:
+    code, out, err = launch("--start-timeout-s", "1", ready=503).finish()
+    assert (code, out) == (1, "")
+    assert "not ready within 1 s (the router says 503); stopping" in err
