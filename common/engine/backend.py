@@ -1,0 +1,48 @@
+"""Which kernels run a model: numba on CPU, Triton on a GPU. The runner sees one `Backend`."""
+
+from pathlib import Path
+from typing import Protocol
+
+from torch import Tensor
+
+from common.engine.batch import StepBatch
+from common.engine.pools import PageArena
+from common.engine.weights import Checkpoint
+from common.errors import ConfigError
+from common.model_config import ModelConfig
+
+
+class Backend(Protocol):
+    def forward(self, batch: StepBatch, num_layers: int | None = None) -> Tensor:
+        """Compute a step: KV into the pool's pages; logits [len(batch.wanted), vocab_size] float32.
+
+        The result is valid until the next call. Fewer layers are for the self-test.
+        """
+        ...
+
+    def checksum(self, page: Tensor) -> int:
+        """`common.pages.checksum` of a page [page_bytes] uint8."""
+        ...
+
+
+def load_backend(
+    model_dir: str | Path,
+    config: ModelConfig,
+    pool: PageArena,
+    *,
+    device: str,
+    dtype: str,
+    num_threads: int,
+    max_num_tokens: int,
+) -> Backend:
+    checkpoint = Checkpoint.open(model_dir)
+    if device == "cpu":
+        from common.engine.cpu_model import CpuModel, CpuWeights
+
+        if dtype not in ("auto", "float32"):
+            raise ConfigError(f"on CPU Tandem computes in float32, not {dtype}", param="dtype")
+        weights = CpuWeights(checkpoint, config)
+        return CpuModel(
+            config, weights, pool, max_num_tokens=max_num_tokens, num_threads=num_threads
+        )
+    raise ConfigError(f"device {device!r} is not supported yet", param="device")

@@ -1,0 +1,167 @@
+"""What the runner remembers of each output between steps, as columns, so that a decode step touches
+no objects.
+
+A row belongs to one output from its `OutputStart` until it is dropped. `tables[row]` is its block
+table (entry 0 an exact page, the others packed); `num_tokens[row]` counts prompt and generated
+tokens, the last of which is the next to be fed.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from common.engine.sampler import Extras, SamplingRows
+from common.scheduling.plan import OutputStart, PrefillChunk
+from common.types import BlockId, OutputKey, SamplingParams, output_seed
+
+FIRST_ROWS = 64
+NO_PAGE = -1
+
+
+@dataclass(slots=True)
+class Prompt:
+    """Tokens of an output that still has chunks to compute."""
+
+    token_ids: NDArray[np.int32]
+    sampling: SamplingParams
+    output_index: int
+
+
+class OutputTable:
+    def __init__(self, *, max_blocks: int, vocab_size: int, device: str) -> None:
+        self._vocab_size = vocab_size
+        self._device = device
+        self._row_of: dict[OutputKey, int] = {}
+        self._free = list(range(FIRST_ROWS - 1, -1, -1))
+        self._prompts: dict[int, Prompt] = {}
+        self._extras: dict[int, Extras] = {}
+        self.tables = np.zeros((FIRST_ROWS, max_blocks), dtype=np.int32)
+        self.num_blocks = np.zeros(FIRST_ROWS, dtype=np.int32)
+        self.tail = np.full(FIRST_ROWS, NO_PAGE, dtype=np.int32)
+        self.num_tokens = np.zeros(FIRST_ROWS, dtype=np.int64)
+        self.num_prompt_tokens = np.zeros(FIRST_ROWS, dtype=np.int64)
+        self.last_token = np.zeros(FIRST_ROWS, dtype=np.int32)
+        self.temperature = np.zeros(FIRST_ROWS, dtype=np.float64)
+        self.top_k = np.zeros(FIRST_ROWS, dtype=np.int64)
+        self.top_p = np.zeros(FIRST_ROWS, dtype=np.float64)
+        self.min_p = np.zeros(FIRST_ROWS, dtype=np.float64)
+        self.seed = np.zeros(FIRST_ROWS, dtype=np.uint64)
+        self.num_logprobs = np.zeros(FIRST_ROWS, dtype=np.int64)
+
+    def __len__(self) -> int:
+        return len(self._row_of)
+
+    def __contains__(self, key: OutputKey) -> bool:
+        return key in self._row_of
+
+    def row(self, key: OutputKey) -> int:
+        return self._row_of[key]
+
+    def rows(self, keys: tuple[OutputKey, ...]) -> NDArray[np.int64]:
+        row_of = self._row_of
+        return np.array([row_of[key] for key in keys], dtype=np.int64)
+
+    def start(self, start: OutputStart) -> None:
+        assert start.key not in self._row_of, f"{start.key} is already started"
+        tokens, sampling = start.token_ids, start.sampling
+        assert len(tokens) > 0
+        assert tokens.min() >= 0
+        assert tokens.max() < self._vocab_size
+        if not self._free:
+            self._grow()
+        row = self._free.pop()
+        self._row_of[start.key] = row
+        self._set_table(row, start.block_ids)
+        self.tail[row] = NO_PAGE if start.tail is None else start.tail
+        self.num_tokens[row] = len(tokens)
+        self.num_prompt_tokens[row] = start.num_prompt_tokens
+        self.last_token[row] = tokens[-1]
+        self.temperature[row] = sampling.temperature
+        self.top_k[row] = sampling.top_k
+        self.top_p[row] = sampling.top_p
+        self.min_p[row] = sampling.min_p
+        self.seed[row] = output_seed(sampling.seed, start.output_index)
+        self.num_logprobs[row] = -1 if sampling.logprobs is None else sampling.logprobs
+        prompt, output = tokens[: start.num_prompt_tokens], tokens[start.num_prompt_tokens :]
+        if extras := Extras.of(sampling, prompt, output, self._vocab_size, self._device):
+            self._extras[row] = extras
+        if not start.block_ids:
+            self._prompts[row] = Prompt(tokens, sampling, start.output_index)
+
+    def drop(self, key: OutputKey) -> None:
+        """Forget an output. One that never started (aborted before) is no mistake."""
+        row = self._row_of.pop(key, None)
+        if row is None:
+            return
+        self._free.append(row)
+        self._prompts.pop(row, None)
+        self._extras.pop(row, None)
+
+    def place_chunk(self, chunk: PrefillChunk) -> tuple[int, NDArray[np.int32]]:
+        """Take over a chunk's table; its row and its tokens."""
+        row = self._row_of[chunk.key]
+        self._set_table(row, chunk.block_ids)
+        if chunk.tail is not None:
+            self.tail[row] = chunk.tail
+        return row, self._prompts[row].token_ids[chunk.start : chunk.start + chunk.num_tokens]
+
+    def append_block(self, key: OutputKey, block_id: BlockId) -> None:
+        row = self._row_of[key]
+        self.tables[row, self.num_blocks[row]] = block_id
+        self.num_blocks[row] += 1
+
+    def give_tail(self, key: OutputKey, block_id: BlockId) -> None:
+        self.tail[self._row_of[key]] = block_id
+
+    def first_seeds(self, chunk: PrefillChunk) -> list[int]:
+        """Seeds of the first tokens that a prompt's last chunk yields."""
+        prompt = self._prompts[self._row_of[chunk.key]]
+        return [
+            output_seed(prompt.sampling.seed, prompt.output_index + i)
+            for i in range(chunk.num_outputs)
+        ]
+
+    def sampling_rows(self, rows: NDArray[np.int64], seeds: NDArray[np.uint64]) -> SamplingRows:
+        extras = {}
+        if self._extras:
+            extras = {
+                i: self._extras[row] for i, row in enumerate(rows.tolist()) if row in self._extras
+            }
+        return SamplingRows(
+            temperature=self.temperature[rows],
+            top_k=self.top_k[rows],
+            top_p=self.top_p[rows],
+            min_p=self.min_p[rows],
+            seed=seeds,
+            position=self.num_tokens[rows],
+            num_output_tokens=self.num_tokens[rows] - self.num_prompt_tokens[rows],
+            num_logprobs=self.num_logprobs[rows],
+            extras=extras,
+        )
+
+    def record(self, rows: NDArray[np.int64], token_ids: NDArray[np.int64]) -> None:
+        """These outputs (each row once) have generated these tokens; their prompts are computed."""
+        self.last_token[rows] = token_ids
+        self.num_tokens[rows] += 1
+        if self._prompts or self._extras:
+            for row, token_id in zip(rows.tolist(), token_ids.tolist(), strict=True):
+                self._prompts.pop(row, None)
+                if row in self._extras:
+                    self._extras[row].record(token_id)
+
+    def _set_table(self, row: int, block_ids: tuple[BlockId, ...]) -> None:
+        self.tables[row, : len(block_ids)] = block_ids
+        self.num_blocks[row] = len(block_ids)
+
+    def _grow(self) -> None:
+        rows = len(self.tail)
+        for name, column in vars(self).items():
+            if isinstance(column, np.ndarray):
+                setattr(self, name, _doubled(column))
+        self._free.extend(range(2 * rows - 1, rows - 1, -1))
+
+
+def _doubled(column: NDArray[Any]) -> NDArray[Any]:
+    return np.concatenate([column, np.zeros_like(column)])

@@ -1,0 +1,277 @@
+"""The runner: carries out a `StepPlan` on the device. The seam between schedulers and the model.
+
+`ModelRunner.execute` is called on the device thread, once per step; `land` between steps, for pages
+that a pull has brought. Decisions are the scheduler's: the runner allocates nothing and chooses
+nothing. It is one rank of a group of size 1.
+"""
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from common.engine.backend import Backend, load_backend
+from common.engine.batch import make_batch
+from common.engine.outputs import OutputTable
+from common.engine.pools import PageArena
+from common.engine.sampler import Sampled, sample
+from common.engine.self_test import check_row_invariance
+from common.engine.weights import model_fingerprint
+from common.errors import ConfigError
+from common.model_config import ModelConfig
+from common.pages import TAG_BYTES, PageLayout, PageTag, codec_named, tag_mismatch
+from common.scheduling.plan import (
+    LandingMove,
+    LandingResult,
+    PageKind,
+    StepPlan,
+    StepResult,
+    TagOrder,
+)
+from common.types import OutputKey, TokenLogprobs
+
+
+class Runner(Protocol):
+    """What the workers need of an engine."""
+
+    @property
+    def pool(self) -> PageArena: ...
+
+    @property
+    def landing(self) -> PageArena: ...
+
+    @property
+    def layout(self) -> PageLayout: ...
+
+    @property
+    def config(self) -> ModelConfig: ...
+
+    @property
+    def layout_fingerprint(self) -> bytes: ...
+
+    def execute(self, plan: StepPlan) -> StepResult: ...
+
+    def land(self, moves: Sequence[LandingMove]) -> LandingResult: ...
+
+    def self_test(self) -> None: ...
+
+
+class ModelRunner:
+    """A model, its pools and what it remembers of the outputs that are running."""
+
+    def __init__(
+        self,
+        *,
+        config: ModelConfig,
+        backend: Backend,
+        pool: PageArena,
+        landing: PageArena,
+        layout_fingerprint: bytes,
+        incarnation: int,
+        device: str = "cpu",
+    ) -> None:
+        self.config = config
+        self.layout = pool.layout
+        self.pool = pool
+        self.landing = landing
+        self.layout_fingerprint = layout_fingerprint
+        self._backend = backend
+        self._incarnation = incarnation
+        self._device = device
+        max_blocks = -(-config.max_position_embeddings // self.layout.block_size) + 1
+        self._outputs = OutputTable(
+            max_blocks=max_blocks, vocab_size=config.vocab_size, device=device
+        )
+
+    @property
+    def num_outputs(self) -> int:
+        """Outputs that the runner keeps state for."""
+        return len(self._outputs)
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        began = time.perf_counter()
+        for key in plan.drops:
+            self._outputs.drop(key)
+        for kind, block_id in plan.clears:
+            self._clear_tag(kind, block_id)
+        for source, destination in plan.copies:
+            self._copy_exact(source, destination)
+        for start in plan.starts:
+            self._outputs.start(start)
+        for key, block_id in plan.grown:
+            self._outputs.append_block(key, block_id)
+        for key, block_id in plan.tails:
+            self._outputs.give_tail(key, block_id)
+        keys, sampled = self._forward(plan) if plan.chunks or plan.decodes else ((), None)
+        for order in plan.tags:
+            self._write_tag(order)
+        return _result(plan.step, keys, sampled, time.perf_counter() - began)
+
+    def land(self, moves: Sequence[LandingMove]) -> LandingResult:
+        return LandingResult(refusals=tuple(self._land(move) for move in moves))
+
+    def self_test(self) -> None:
+        """Raise unless rows come out the same to the bit whatever stands beside them."""
+        check_row_invariance(self.config, self._backend, self.pool)
+
+    def _forward(self, plan: StepPlan) -> tuple[tuple[OutputKey, ...], Sampled | None]:
+        """Keys and samples, one for each first token wanted and each decode."""
+        batch = make_batch(plan, self._outputs, self.layout.block_size)
+        logits = self._backend.forward(batch)
+        finished = [chunk for chunk in plan.chunks if chunk.num_outputs]
+        decodes = self._outputs.rows(plan.decodes)
+        if not finished and not len(decodes):
+            return (), None
+        first_rows = np.array([self._outputs.row(chunk.key) for chunk in finished], dtype=np.int64)
+        repeats = [chunk.num_outputs for chunk in finished] + [1] * len(decodes)
+        seeds = [seed for chunk in finished for seed in self._outputs.first_seeds(chunk)]
+        rows = np.repeat(np.concatenate([first_rows, decodes]), repeats)
+        if len(rows) != len(logits):
+            logits = logits.repeat_interleave(torch.tensor(repeats, device=logits.device), dim=0)
+        all_seeds = np.concatenate([np.array(seeds, dtype=np.uint64), self._outputs.seed[decodes]])
+        sampled = sample(logits, self._outputs.sampling_rows(rows, all_seeds))
+        self._record(rows, sampled, repeats)
+        keys = (
+            tuple(chunk.key for chunk in finished for _ in range(chunk.num_outputs)) + plan.decodes
+        )
+        return keys, sampled
+
+    def _record(self, rows: NDArray[np.int64], sampled: Sampled, repeats: list[int]) -> None:
+        """The first output of each prompt goes on under its key, the others start later with states
+        of their own.
+        """
+        leads = np.cumsum([0, *repeats[:-1]])
+        leads = leads[sampled.is_finite[leads]]
+        self._outputs.record(rows[leads], sampled.token_ids[leads])
+
+    def _pages(self, kind: PageKind, arena: PageArena) -> torch.Tensor:
+        return arena.packed if kind is PageKind.PACKED else arena.exact
+
+    def _clear_tag(self, kind: PageKind, block_id: int) -> None:
+        self._pages(kind, self.pool)[block_id, -TAG_BYTES:] = 0
+
+    def _copy_exact(self, source: int, destination: int) -> None:
+        self.pool.exact[destination, :-TAG_BYTES] = self.pool.exact[source, :-TAG_BYTES]
+
+    def _write_tag(self, order: TagOrder) -> None:
+        page = self._pages(order.kind, self.pool)[order.block_id]
+        tag = PageTag(
+            content_hash=order.content_hash,
+            fingerprint=self.layout_fingerprint,
+            num_tokens=order.num_tokens,
+            incarnation=self._incarnation,
+            generation=order.generation,
+        )
+        _put_tag(page, tag.pack())
+        checksum = self._backend.checksum(page)
+        _put_tag(page, tag.with_checksum(checksum).pack())
+
+    def _land(self, move: LandingMove) -> str | None:
+        """Check first, copy then; the page's tag stays behind, since this worker has not vouched
+        for it.
+        """
+        page = self._pages(move.kind, self.landing)[move.slot]
+        found = PageTag.unpack(page[-TAG_BYTES:].cpu().numpy().tobytes())
+        wanted = PageTag(
+            content_hash=move.content_hash,
+            fingerprint=self.layout_fingerprint,
+            num_tokens=move.num_tokens,
+            incarnation=move.incarnation,
+            generation=move.generation,
+            checksum=self._backend.checksum(page),
+        )
+        if refusal := tag_mismatch(found, wanted):
+            return refusal
+        target = self._pages(move.kind, self.pool)[move.block_id]
+        target[:-TAG_BYTES] = page[:-TAG_BYTES]
+        target[-TAG_BYTES:] = 0
+        return None
+
+
+def _put_tag(page: torch.Tensor, tag: bytes) -> None:
+    page[-TAG_BYTES:] = torch.frombuffer(bytearray(tag), dtype=torch.uint8).to(page.device)
+
+
+def _result(
+    step: int, keys: tuple[OutputKey, ...], sampled: Sampled | None, duration_s: float
+) -> StepResult:
+    if sampled is None:
+        return StepResult(step=step, duration_s=duration_s)
+    token_ids = sampled.token_ids.tolist()
+    if sampled.is_finite.all():
+        return StepResult(
+            step=step,
+            keys=keys,
+            token_ids=tuple(token_ids),
+            logprobs=sampled.logprobs,
+            duration_s=duration_s,
+        )
+    good: list[tuple[OutputKey, int, TokenLogprobs | None]] = [
+        row
+        for row, is_finite in zip(
+            zip(keys, token_ids, sampled.logprobs, strict=True), sampled.is_finite, strict=True
+        )
+        if is_finite
+    ]
+    bad = [key for key, is_finite in zip(keys, sampled.is_finite, strict=True) if not is_finite]
+    return StepResult(
+        step=step,
+        keys=tuple(key for key, _, _ in good),
+        token_ids=tuple(token for _, token, _ in good),
+        logprobs=tuple(logprobs for _, _, logprobs in good),
+        failed=tuple(dict.fromkeys(bad)),
+        duration_s=duration_s,
+    )
+
+
+def load_runner(
+    model_dir: str | Path,
+    *,
+    codec: str = "fp8_e4m3",
+    block_size: int = 16,
+    num_blocks: int,
+    num_exact: int,
+    num_landing_packed: int = 0,
+    num_landing_exact: int = 0,
+    device: str = "cpu",
+    dtype: str = "auto",
+    num_threads: int = 1,
+    incarnation: int = 0,
+    max_num_tokens: int = 512,
+) -> ModelRunner:
+    """Read a model and allocate its pools. `num_blocks` counts packed pages, `max_num_tokens` rows
+    of a step.
+    """
+    config = ModelConfig.load(model_dir)
+    layout = PageLayout(
+        num_layers=config.num_layers,
+        num_kv_heads=config.num_kv_heads,
+        block_size=block_size,
+        head_dim=config.head_dim,
+        codec=codec_named(codec),
+    )
+    if num_threads < 1:
+        raise ConfigError(f"a worker needs at least one thread, not {num_threads}", param="threads")
+    pool = PageArena(layout, num_blocks, num_exact, device)
+    backend = load_backend(
+        model_dir,
+        config,
+        pool,
+        device=device,
+        dtype=dtype,
+        num_threads=num_threads,
+        max_num_tokens=max_num_tokens,
+    )
+    return ModelRunner(
+        config=config,
+        backend=backend,
+        pool=pool,
+        landing=PageArena(layout, num_landing_packed, num_landing_exact, device),
+        layout_fingerprint=layout.fingerprint(model_fingerprint(model_dir)),
+        incarnation=incarnation,
+        device=device,
+    )

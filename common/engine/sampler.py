@@ -1,0 +1,256 @@
+"""From logits to tokens: one piece of code for first tokens and all others, on every worker.
+
+Order, per row: minimum tokens and bias, penalties, then greedy, or temperature, min_p, top_k, top_p
+and one draw. The draw uses one uniform number that depends only on the output's seed and the
+token's absolute position, so the same request gives the same tokens in any batch, on any worker,
+and after being moved. No row's arithmetic looks at another row, and a step of greedy rows costs one
+argmax.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from common.types import SamplingParams, TokenLogprobs
+
+GREEDY_BELOW = 1e-5
+"""Temperatures below this are greedy; dividing by them would only overflow."""
+
+NUM_CANDIDATES = 1024
+"""Most likely tokens that top_k and top_p look at first; a row that needs more sorts its whole
+vocabulary.
+"""
+
+_U64 = np.uint64
+
+
+@dataclass(slots=True)
+class Extras:
+    """What only some requests ask for: bias, minimum length, penalties. One per such output."""
+
+    params: SamplingParams
+    bias_ids: Tensor
+    bias: Tensor
+    stop_ids: Tensor
+    in_prompt: Tensor | None = None
+    """[vocab] bool; kept only with a repetition penalty."""
+    output_counts: Tensor | None = None
+    """[vocab] float32; kept only with penalties."""
+
+    @classmethod
+    def of(
+        cls,
+        params: SamplingParams,
+        prompt: NDArray[np.int32],
+        output: NDArray[np.int32],
+        vocab_size: int,
+        device: str,
+    ) -> "Extras | None":
+        """None for a request that asks for nothing of this kind."""
+        has_penalties = bool(
+            params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty
+        )
+        if not (has_penalties or params.logit_bias or params.min_tokens):
+            return None
+
+        def ids(values: Sequence[int]) -> Tensor:
+            return torch.tensor(
+                [v for v in values if 0 <= v < vocab_size], dtype=torch.long, device=device
+            )
+
+        bias = [(i, b) for i, b in params.logit_bias if 0 <= i < vocab_size]
+        extras = cls(
+            params=params,
+            bias_ids=ids([i for i, _ in bias]),
+            bias=torch.tensor([b for _, b in bias], dtype=torch.float32, device=device),
+            stop_ids=ids(params.stop_token_ids),
+        )
+        if has_penalties:
+            counts = np.bincount(output, minlength=vocab_size).astype(np.float32)
+            extras.output_counts = torch.from_numpy(counts).to(device)
+            seen = np.zeros(vocab_size, dtype=bool)
+            seen[prompt] = True
+            extras.in_prompt = torch.from_numpy(seen).to(device)
+        return extras
+
+    def record(self, token_id: int) -> None:
+        if self.output_counts is not None:
+            self.output_counts[token_id] += 1
+
+    def apply(self, row: Tensor, num_output_tokens: int) -> None:
+        """Change one row of logits [vocab] in place."""
+        if num_output_tokens < self.params.min_tokens and len(self.stop_ids):
+            row[self.stop_ids] = -torch.inf
+        if len(self.bias_ids):
+            row.index_add_(0, self.bias_ids, self.bias)
+        if self.output_counts is not None and self.in_prompt is not None:
+            self._penalise(row, self.output_counts, self.in_prompt)
+
+    def _penalise(self, row: Tensor, counts: Tensor, in_prompt: Tensor) -> None:
+        appeared = counts > 0
+        if self.params.repetition_penalty != 1.0:
+            factor = self.params.repetition_penalty
+            penalised = torch.where(row > 0, row / factor, row * factor)
+            row.copy_(torch.where(appeared | in_prompt, penalised, row))
+        row -= self.params.frequency_penalty * counts
+        row -= self.params.presence_penalty * appeared
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingRows:
+    """Columns over the rows to be sampled, [num_rows] each; `extras` by row, for those that have
+    them.
+    """
+
+    temperature: NDArray[np.float64]
+    top_k: NDArray[np.int64]
+    top_p: NDArray[np.float64]
+    min_p: NDArray[np.float64]
+    seed: NDArray[np.uint64]
+    position: NDArray[np.int64]
+    num_output_tokens: NDArray[np.int64]
+    num_logprobs: NDArray[np.int64]
+    """Alternatives wanted; -1 where no logprobs are."""
+    extras: dict[int, Extras] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampled:
+    token_ids: NDArray[np.int64]
+    is_finite: NDArray[np.bool_]
+    """False where the logits hold a NaN or an infinity: that row's token means nothing."""
+    logprobs: tuple[TokenLogprobs | None, ...]
+
+
+def sample(logits: Tensor, rows: SamplingRows) -> Sampled:
+    """One token for each row of logits [num_rows, vocab] float32. `logits` is left as it is."""
+    low, high = torch.aminmax(logits, dim=1)
+    is_finite = (torch.isfinite(low) & torch.isfinite(high)).cpu().numpy()
+    adjusted = _with_extras(logits, rows)
+    tokens = adjusted.argmax(dim=1).cpu().numpy()
+    drawn = np.flatnonzero((rows.temperature >= GREEDY_BELOW) & is_finite)
+    if len(drawn):
+        tokens[drawn] = _draw(adjusted[torch.from_numpy(drawn).to(logits.device)], drawn, rows)
+    return Sampled(token_ids=tokens, is_finite=is_finite, logprobs=_logprobs(logits, tokens, rows))
+
+
+def uniform(seed: NDArray[np.uint64], position: NDArray[np.int64]) -> NDArray[np.float64]:
+    """A number in (0, 1) for each (seed, position), by splitmix64: no state, so nothing to carry
+    along.
+    """
+    with np.errstate(over="ignore"):
+        x = _mix(seed + _U64(0x9E3779B97F4A7C15))
+        x = _mix(x ^ _mix(position.astype(np.uint64) + _U64(0xD1B54A32D192ED03)))
+    return ((x >> _U64(11)).astype(np.float64) + 0.5) * 2.0**-53
+
+
+def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    x = (x ^ (x >> _U64(30))) * _U64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> _U64(27))) * _U64(0x94D049BB133111EB)
+    return x ^ (x >> _U64(31))
+
+
+def _with_extras(logits: Tensor, rows: SamplingRows) -> Tensor:
+    if not rows.extras:
+        return logits
+    adjusted = logits.clone()
+    for index, extras in rows.extras.items():
+        extras.apply(adjusted[index], int(rows.num_output_tokens[index]))
+    return adjusted
+
+
+def _draw(logits: Tensor, which: NDArray[np.int64], rows: SamplingRows) -> NDArray[np.int64]:
+    """Tokens for the rows `which`, whose logits [len(which), vocab] are given."""
+    device = logits.device
+
+    def column(values: NDArray[np.float64]) -> Tensor:
+        return torch.from_numpy(values[which]).to(device).unsqueeze(1)
+
+    top = logits.amax(dim=1, keepdim=True)
+    scaled = (logits - top).double().div_(column(rows.temperature))
+    weights = scaled.exp_()  # 1 for the most likely token
+    weights[weights < column(rows.min_p)] = 0.0
+    chance = torch.from_numpy(uniform(rows.seed[which], rows.position[which])).to(device)
+    is_filtered = (rows.top_k[which] > 0) | (rows.top_p[which] < 1.0)
+    tokens = np.empty(len(which), dtype=np.int64)
+    plain, filtered = np.flatnonzero(~is_filtered), np.flatnonzero(is_filtered)
+    if len(plain):
+        chosen = torch.from_numpy(plain).to(device)
+        tokens[plain] = _pick(weights[chosen], chance[chosen]).cpu().numpy()
+    if len(filtered):
+        chosen = torch.from_numpy(filtered).to(device)
+        top_k, top_p = column(rows.top_k.astype(np.float64))[chosen], column(rows.top_p)[chosen]
+        tokens[filtered] = (
+            _pick_filtered(weights[chosen], chance[chosen], top_k, top_p).cpu().numpy()
+        )
+    return tokens
+
+
+def _pick(weights: Tensor, chance: Tensor) -> Tensor:
+    """Index drawn in proportion to weights [num_rows, n] by chance [num_rows] in (0, 1)."""
+    sums = weights.cumsum(dim=1)
+    wanted = chance.unsqueeze(1) * sums[:, -1:]
+    found = torch.searchsorted(sums, wanted, right=True).squeeze(1)
+    return found.clamp_(max=weights.shape[1] - 1)
+
+
+def _pick_filtered(weights: Tensor, chance: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """As `_pick`, among the `top_k` largest, then among the fewest of those that make up `top_p` of
+    their sum.
+    """
+    vocab = weights.shape[1]
+    totals = weights.sum(dim=1, keepdim=True)
+    tokens = torch.empty(len(weights), dtype=torch.long, device=weights.device)
+    left = torch.arange(len(weights), device=weights.device)
+    for count in (min(NUM_CANDIDATES, vocab), vocab):
+        best, ids = _largest(weights[left], count)
+        kept, is_enough = _filtered(best, totals[left], top_k[left], top_p[left], vocab)
+        picked = ids.gather(1, _pick(kept, chance[left]).unsqueeze(1)).squeeze(1)
+        tokens[left[is_enough]] = picked[is_enough]
+        left = left[~is_enough]
+        if not len(left):
+            break
+    return tokens
+
+
+def _largest(weights: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The `count` largest of each row, largest first, equal ones by token id."""
+    ids = weights.topk(count, dim=1, sorted=False).indices.sort(dim=1).values
+    best, order = weights.gather(1, ids).sort(dim=1, descending=True, stable=True)
+    return best, ids.gather(1, order)
+
+
+def _filtered(
+    best: Tensor, totals: Tensor, top_k: Tensor, top_p: Tensor, vocab: int
+) -> tuple[Tensor, Tensor]:
+    """Sorted weights with those outside top_k and top_p at zero, and whether the candidates were
+    enough.
+    """
+    count = best.shape[1]
+    rank = torch.arange(count, device=best.device).unsqueeze(0)
+    by_rank = torch.where((top_k > 0) & (rank >= top_k), 0.0, best)
+    mass = torch.where(top_k > 0, by_rank.sum(dim=1, keepdim=True), totals)
+    before = by_rank.cumsum(dim=1) - by_rank
+    kept = torch.where((before < top_p * mass) | (rank == 0) | (top_p >= 1.0), by_rank, 0.0)
+    is_enough = (kept[:, -1] == 0.0) | (count == vocab) | (top_k.squeeze(1) == count)
+    return kept, is_enough
+
+
+def _logprobs(
+    logits: Tensor, tokens: NDArray[np.int64], rows: SamplingRows
+) -> tuple[TokenLogprobs | None, ...]:
+    wanted = np.flatnonzero(rows.num_logprobs >= 0)
+    found: list[TokenLogprobs | None] = [None] * len(tokens)
+    for index in wanted:
+        logprobs = torch.log_softmax(logits[int(index)], dim=0)
+        best = logprobs.topk(min(int(rows.num_logprobs[index]), len(logprobs)))
+        found[index] = TokenLogprobs(
+            logprob=float(logprobs[int(tokens[index])]),
+            top_ids=tuple(best.indices.tolist()),
+            top_logprobs=tuple(best.values.tolist()),
+        )
+    return tuple(found)

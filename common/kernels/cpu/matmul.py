@@ -1,0 +1,310 @@
+"""Matrix product of activations with packed weights; the one matrix routine of the CPU engine.
+
+Weights [n, k] are packed once into panels of 16 output columns, [ceil(n / 16), k, 16], in the dtype
+of the checkpoint (fp32, bf16 or fp16), and widened in registers. Every output element is one chain
+of fused multiply-adds over k in ascending order, so a row's bits do not depend on how many rows
+there are, on the tile that computed it or on the number of threads. No padding of rows is needed.
+
+`tile` is the inner loop, generated for each (rows, panels): accumulators stay in registers.
+"""
+
+from typing import Any
+
+from llvmlite import ir
+from numba import njit, types
+from numba.extending import intrinsic
+
+from common.kernels.cpu.simd import V8F, V8I, call_fma, constant, f32x8, store
+
+PANEL = 16
+F32_WEIGHTS, BF16_WEIGHTS, F16_WEIGHTS = 0, 1, 2
+I64 = ir.IntType(64)
+
+
+def _load_weights(builder: Any, at: Any, kind: int) -> Any:
+    """Eight weights at address `at`, widened to fp32."""
+    if kind == F32_WEIGHTS:
+        return builder.load(builder.inttoptr(at, V8F.as_pointer()), align=4)
+    if kind == BF16_WEIGHTS:
+        half = ir.VectorType(ir.IntType(16), 8)
+        bits = builder.zext(builder.load(builder.inttoptr(at, half.as_pointer()), align=2), V8I)
+        return builder.bitcast(builder.shl(bits, constant(V8I, 16)), V8F)
+    half = ir.VectorType(ir.HalfType(), 8)
+    return builder.fpext(builder.load(builder.inttoptr(at, half.as_pointer()), align=2), V8F)
+
+
+def _offset(builder: Any, base: Any, by: int) -> Any:
+    return builder.add(base, ir.Constant(I64, by)) if by else base
+
+
+def _broadcast(builder: Any, at: Any) -> Any:
+    value = builder.load(builder.inttoptr(at, ir.FloatType().as_pointer()), align=4)
+    undefined = ir.Constant(V8F, ir.Undefined)
+    first = builder.insert_element(undefined, value, ir.Constant(ir.IntType(32), 0))
+    return builder.shuffle_vector(first, undefined, ir.Constant(V8I, [0] * 8))
+
+
+@intrinsic(prefer_literal=True)
+def tile(
+    typingctx,
+    x,
+    x_stride,
+    w,
+    panel_stride,
+    k_stride,
+    k,
+    out,
+    out_stride,
+    factors,
+    rows,
+    panels,
+    kind,
+):
+    """out[rows, panels * 16] = x[rows, k] @ w[panels, k, 16] (+ out * factors).
+
+    Addresses and strides in bytes; the last three are literal. `factors` is the address of one
+    float per row, by which the old `out` is multiplied before the sum goes on from there; the
+    literal 0 starts from zero.
+    """
+    if not all(isinstance(a, types.IntegerLiteral) for a in (rows, panels, kind)):
+        return None
+    num_rows, num_panels, width = rows.literal_value, panels.literal_value, kind.literal_value
+    starts_from_zero = isinstance(factors, types.IntegerLiteral) and factors.literal_value == 0
+    element = 4 if width == F32_WEIGHTS else 2
+
+    def codegen(context, builder, signature, args):
+        x_at, x_step, w_at, w_step, k_step, k_end, out_at, out_step, factor_at = args[:9]
+        row_at = [
+            builder.add(x_at, builder.mul(x_step, ir.Constant(I64, r))) for r in range(num_rows)
+        ]
+        out_row = [
+            builder.add(out_at, builder.mul(out_step, ir.Constant(I64, r))) for r in range(num_rows)
+        ]
+        panel_at = [
+            builder.add(w_at, builder.mul(w_step, ir.Constant(I64, p))) for p in range(num_panels)
+        ]
+
+        def out_place(r, j):
+            return builder.inttoptr(_offset(builder, out_row[r], j * 32), V8F.as_pointer())
+
+        old = [[constant(V8F, 0.0)] * (2 * num_panels) for _ in range(num_rows)]
+        if not starts_from_zero:
+            for r in range(num_rows):
+                factor = _broadcast(builder, _offset(builder, factor_at, 4 * r))
+                old[r] = [
+                    builder.fmul(builder.load(out_place(r, j), align=4), factor)
+                    for j in range(2 * num_panels)
+                ]
+        entry = builder.block
+        body = builder.append_basic_block("tile.body")
+        done = builder.append_basic_block("tile.done")
+        builder.branch(body)
+        builder.position_at_end(body)
+        index = builder.phi(I64)
+        sums = [[builder.phi(V8F) for _ in range(2 * num_panels)] for _ in range(num_rows)]
+        x_offset = builder.mul(index, ir.Constant(I64, 4))
+        w_offset = builder.mul(index, k_step)
+        weights = [
+            _load_weights(
+                builder,
+                _offset(builder, builder.add(panel_at[p], w_offset), half * 8 * element),
+                width,
+            )
+            for p in range(num_panels)
+            for half in range(2)
+        ]
+        new = []
+        for r in range(num_rows):
+            factor = _broadcast(builder, builder.add(row_at[r], x_offset))
+            new.append(
+                [
+                    call_fma(builder, factor, weight, s)
+                    for weight, s in zip(weights, sums[r], strict=True)
+                ]
+            )
+        following = builder.add(index, ir.Constant(I64, 1))
+        index.add_incoming(ir.Constant(I64, 0), entry)
+        index.add_incoming(following, builder.block)
+        for r in range(num_rows):
+            for s, first, n in zip(sums[r], old[r], new[r], strict=True):
+                s.add_incoming(first, entry)
+                s.add_incoming(n, builder.block)
+        builder.cbranch(builder.icmp_signed("<", following, k_end), body, done)
+        builder.position_at_end(done)
+        for r in range(num_rows):
+            for j, value in enumerate(new[r]):
+                builder.store(value, out_place(r, j), align=4)
+        return context.get_dummy_value()
+
+    last = factors if starts_from_zero else types.int64
+    return types.void(*(types.int64,) * 8, last, rows, panels, kind), codegen
+
+
+def _panel_rows(kind):
+    """The product of `rows` rows of x and `panels` consecutive panels, for one width of weights."""
+    k_stride = 64 if kind == F32_WEIGHTS else 32
+
+    @njit(nogil=True)
+    def run(x, x_stride, w, k, out, out_stride, rows, panels):
+        step = k * k_stride
+        panel = 0
+        if rows <= 2:
+            while panel + 4 <= panels:
+                at, to = w + panel * step, out + panel * 64
+                for r in range(rows):
+                    tile(
+                        x + r * x_stride,
+                        x_stride,
+                        at,
+                        step,
+                        k_stride,
+                        k,
+                        to + r * out_stride,
+                        out_stride,
+                        0,
+                        1,
+                        4,
+                        kind,
+                    )
+                panel += 4
+        elif rows == 3:
+            while panel + 2 <= panels:
+                tile(
+                    x,
+                    x_stride,
+                    w + panel * step,
+                    step,
+                    k_stride,
+                    k,
+                    out + panel * 64,
+                    out_stride,
+                    0,
+                    3,
+                    2,
+                    kind,
+                )
+                panel += 2
+        while panel < panels:
+            at, to = w + panel * step, out + panel * 64
+            r = 0
+            while r + 6 <= rows:
+                tile(
+                    x + r * x_stride,
+                    x_stride,
+                    at,
+                    step,
+                    k_stride,
+                    k,
+                    to + r * out_stride,
+                    out_stride,
+                    0,
+                    6,
+                    1,
+                    kind,
+                )
+                r += 6
+            if rows - r >= 4:
+                tile(
+                    x + r * x_stride,
+                    x_stride,
+                    at,
+                    step,
+                    k_stride,
+                    k,
+                    to + r * out_stride,
+                    out_stride,
+                    0,
+                    4,
+                    1,
+                    kind,
+                )
+                r += 4
+            if rows - r == 3:
+                tile(
+                    x + r * x_stride,
+                    x_stride,
+                    at,
+                    step,
+                    k_stride,
+                    k,
+                    to + r * out_stride,
+                    out_stride,
+                    0,
+                    3,
+                    1,
+                    kind,
+                )
+            elif rows - r == 2:
+                tile(
+                    x + r * x_stride,
+                    x_stride,
+                    at,
+                    step,
+                    k_stride,
+                    k,
+                    to + r * out_stride,
+                    out_stride,
+                    0,
+                    2,
+                    1,
+                    kind,
+                )
+            elif rows - r == 1:
+                tile(
+                    x + r * x_stride,
+                    x_stride,
+                    at,
+                    step,
+                    k_stride,
+                    k,
+                    to + r * out_stride,
+                    out_stride,
+                    0,
+                    1,
+                    1,
+                    kind,
+                )
+            panel += 1
+
+    return run
+
+
+_rows_f32 = _panel_rows(F32_WEIGHTS)
+_rows_bf16 = _panel_rows(BF16_WEIGHTS)
+_rows_f16 = _panel_rows(F16_WEIGHTS)
+
+
+@njit(nogil=True)
+def multiply(kind, x, x_stride, w, k, out, out_stride, rows, panels):
+    """out[rows, panels * 16] = x[rows, k] @ panels, by the width that the weights are stored in."""
+    if kind == F32_WEIGHTS:
+        _rows_f32(x, x_stride, w, k, out, out_stride, rows, panels)
+    elif kind == BF16_WEIGHTS:
+        _rows_bf16(x, x_stride, w, k, out, out_stride, rows, panels)
+    else:
+        _rows_f16(x, x_stride, w, k, out, out_stride, rows, panels)
+
+
+@intrinsic(prefer_literal=True)
+def _load_wide(typingctx, at, kind):
+    """Eight stored weights as fp32."""
+    if not isinstance(kind, types.IntegerLiteral):
+        return None
+    width = kind.literal_value
+
+    def codegen(context, builder, signature, args):
+        return _load_weights(builder, args[0], width)
+
+    return f32x8(types.int64, kind), codegen
+
+
+@njit(nogil=True)
+def widen(source, count, kind, target):
+    """`count` stored weights as fp32 at `target`."""
+    for i in range(0, count, 8):
+        if kind == F32_WEIGHTS:
+            store(target + i * 4, _load_wide(source + i * 4, F32_WEIGHTS))
+        elif kind == BF16_WEIGHTS:
+            store(target + i * 4, _load_wide(source + i * 2, BF16_WEIGHTS))
+        else:
+            store(target + i * 4, _load_wide(source + i * 2, F16_WEIGHTS))

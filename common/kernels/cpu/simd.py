@@ -1,0 +1,417 @@
+"""Eight fp32 lanes as a numba type, so that CPU kernels say exactly which instructions run, in
+which order.
+
+Nothing here may be reassociated or contracted by the compiler: a sum is the order in which it is
+written, and `fma` is one rounding. So a row of a kernel gives the same bits whatever loop it stands
+in. LLVM lowers the lanes to AVX2, or to whatever the machine has. Addresses are plain integers in
+bytes (`address(array)`), since a numba array costs an alias check at every store.
+"""
+
+from typing import Any
+
+from llvmlite import ir
+from numba.core import cgutils, types
+from numba.core.datamodel import PrimitiveModel
+from numba.extending import intrinsic, register_model
+
+F32 = ir.FloatType()
+I32 = ir.IntType(32)
+V8F = ir.VectorType(F32, 8)
+V8I = ir.VectorType(I32, 8)
+
+
+class F32x8Type(types.Type):
+    def __init__(self) -> None:
+        super().__init__(name="F32x8")
+
+
+f32x8 = F32x8Type()
+
+
+@register_model(F32x8Type)
+class F32x8Model(PrimitiveModel):
+    def __init__(self, dmm: Any, fe_type: Any) -> None:
+        super().__init__(dmm, fe_type, V8F)
+
+
+def _pointer(builder: Any, address: Any, pointee: Any) -> Any:
+    return builder.inttoptr(address, pointee.as_pointer())
+
+
+def _splat(builder: Any, value: Any, vector: Any) -> Any:
+    first = builder.insert_element(ir.Constant(vector, ir.Undefined), value, ir.Constant(I32, 0))
+    zeros = ir.Constant(ir.VectorType(I32, 8), [0] * 8)
+    return builder.shuffle_vector(first, ir.Constant(vector, ir.Undefined), zeros)
+
+
+def constant(vector: Any, value: float) -> Any:
+    return ir.Constant(vector, [value] * 8)
+
+
+def call_fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
+    kind = ir.FunctionType(V8F, [V8F, V8F, V8F])
+    function = cgutils.get_or_insert_function(builder.module, kind, "llvm.fma.v8f32")
+    return builder.call(function, [a, b, c])
+
+
+@intrinsic
+def address(typingctx, array):
+    """Address of an array's first element as int64."""
+
+    def codegen(context, builder, signature, args):
+        view = cgutils.create_struct_proxy(signature.args[0])(context, builder, value=args[0])
+        return builder.ptrtoint(view.data, ir.IntType(64))
+
+    return types.int64(array), codegen
+
+
+@intrinsic
+def load(typingctx, at):
+    """Eight floats at address `at`."""
+
+    def codegen(context, builder, signature, args):
+        return builder.load(_pointer(builder, args[0], V8F), align=4)
+
+    return f32x8(types.int64), codegen
+
+
+@intrinsic
+def store(typingctx, at, value):
+    def codegen(context, builder, signature, args):
+        builder.store(args[1], _pointer(builder, args[0], V8F), align=4)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, f32x8), codegen
+
+
+@intrinsic
+def splat(typingctx, value):
+    """One float in all eight lanes."""
+
+    def codegen(context, builder, signature, args):
+        return _splat(builder, args[0], V8F)
+
+    return f32x8(types.float32), codegen
+
+
+@intrinsic
+def load_splat(typingctx, at):
+    """The float at address `at` in all eight lanes."""
+
+    def codegen(context, builder, signature, args):
+        return _splat(builder, builder.load(_pointer(builder, args[0], F32), align=4), V8F)
+
+    return f32x8(types.int64), codegen
+
+
+@intrinsic
+def fma(typingctx, a, b, c):
+    """a * b + c with one rounding."""
+
+    def codegen(context, builder, signature, args):
+        return call_fma(builder, *args)
+
+    return f32x8(f32x8, f32x8, f32x8), codegen
+
+
+def _binary(operation):
+    @intrinsic
+    def lanes(typingctx, a, b):
+        def codegen(context, builder, signature, args):
+            return getattr(builder, operation)(*args)
+
+        return f32x8(f32x8, f32x8), codegen
+
+    return lanes
+
+
+add = _binary("fadd")
+sub = _binary("fsub")
+mul = _binary("fmul")
+div = _binary("fdiv")
+
+
+@intrinsic
+def maximum(typingctx, a, b):
+    """a where a > b, else b. A NaN in b stays; one in a is lost."""
+
+    def codegen(context, builder, signature, args):
+        return builder.select(builder.fcmp_ordered(">", args[0], args[1]), args[0], args[1])
+
+    return f32x8(f32x8, f32x8), codegen
+
+
+@intrinsic
+def lane(typingctx, value, index):
+    def codegen(context, builder, signature, args):
+        return builder.extract_element(args[0], builder.trunc(args[1], I32))
+
+    return types.float32(f32x8, types.int64), codegen
+
+
+def _half(builder: Any, value: Any, first: int, count: int) -> Any:
+    mask = ir.Constant(ir.VectorType(I32, count), list(range(first, first + count)))
+    return builder.shuffle_vector(value, ir.Constant(value.type, ir.Undefined), mask)
+
+
+@intrinsic
+def total(typingctx, value):
+    """Sum of the lanes, in one fixed tree: halves, quarters, pair."""
+
+    def codegen(context, builder, signature, args):
+        four = builder.fadd(_half(builder, args[0], 0, 4), _half(builder, args[0], 4, 4))
+        two = builder.fadd(_half(builder, four, 0, 2), _half(builder, four, 2, 2))
+        zero, one = ir.Constant(I32, 0), ir.Constant(I32, 1)
+        return builder.fadd(builder.extract_element(two, zero), builder.extract_element(two, one))
+
+    return types.float32(f32x8), codegen
+
+
+@intrinsic
+def largest(typingctx, value):
+    """Largest lane (a NaN may be lost)."""
+
+    def codegen(context, builder, signature, args):
+        def bigger(a, b):
+            return builder.select(builder.fcmp_ordered(">", a, b), a, b)
+
+        four = bigger(_half(builder, args[0], 0, 4), _half(builder, args[0], 4, 4))
+        two = bigger(_half(builder, four, 0, 2), _half(builder, four, 2, 2))
+        zero, one = ir.Constant(I32, 0), ir.Constant(I32, 1)
+        return bigger(builder.extract_element(two, zero), builder.extract_element(two, one))
+
+    return types.float32(f32x8), codegen
+
+
+@intrinsic
+def keep_first(typingctx, value, count, otherwise):
+    """Lanes below `count` from `value`, the others from `otherwise`."""
+
+    def codegen(context, builder, signature, args):
+        limit = _splat(builder, builder.trunc(args[1], I32), V8I)
+        index = ir.Constant(V8I, list(range(8)))
+        return builder.select(builder.icmp_signed("<", index, limit), args[0], args[2])
+
+    return f32x8(f32x8, types.int64, f32x8), codegen
+
+
+LOG2E = 1.4426950408889634
+LN2_HIGH = 0.693145751953125
+LN2_LOW = 1.428606765330187e-06
+EXP_POLYNOMIAL = (
+    1.9875691500e-4,
+    1.3981999507e-3,
+    8.3334519073e-3,
+    4.1665795894e-2,
+    1.6666665459e-1,
+    0.5,
+)
+
+
+@intrinsic
+def exp(typingctx, value):
+    """e to the power of each lane, for lanes <= 88; below -87.3 the result is 0; NaN stays NaN
+    (about 1 ulp).
+    """
+
+    def codegen(context, builder, signature, args):
+        x = args[0]
+        number = lambda v: constant(V8F, v)  # noqa: E731
+        tiny = builder.fcmp_ordered("<", x, number(-87.3))
+        safe = builder.select(tiny, number(0.0), x)
+        # round to nearest by adding 1.5 * 2^23: the integer then stands in the low mantissa bits
+        shifted = call_fma(builder, safe, number(LOG2E), number(12582912.0))
+        n = builder.fsub(shifted, number(12582912.0))
+        r = call_fma(builder, n, number(-LN2_HIGH), safe)
+        r = call_fma(builder, n, number(-LN2_LOW), r)
+        p = number(EXP_POLYNOMIAL[0])
+        for coefficient in EXP_POLYNOMIAL[1:]:
+            p = call_fma(builder, p, r, number(coefficient))
+        p = builder.fadd(call_fma(builder, p, builder.fmul(r, r), r), number(1.0))
+        power = builder.shl(builder.bitcast(shifted, V8I), constant(V8I, 23))
+        scaled = builder.bitcast(builder.add(builder.bitcast(p, V8I), power), V8F)
+        is_nan = builder.fcmp_unordered("uno", x, x)
+        return builder.select(is_nan, x, builder.select(tiny, number(0.0), scaled))
+
+    return f32x8(f32x8), codegen
+
+
+@intrinsic
+def round_bf16(typingctx, value):
+    """Each lane rounded to bf16 (nearest, ties to even), still as fp32. NaN stays NaN."""
+
+    def codegen(context, builder, signature, args):
+        bits = builder.bitcast(args[0], V8I)
+        odd = builder.and_(builder.lshr(bits, constant(V8I, 16)), constant(V8I, 1))
+        up = builder.add(bits, builder.add(odd, constant(V8I, 0x7FFF)))
+        rounded = builder.bitcast(builder.and_(up, constant(V8I, 0xFFFF0000)), V8F)
+        is_nan = builder.fcmp_unordered("uno", args[0], args[0])
+        return builder.select(is_nan, args[0], rounded)
+
+    return f32x8(f32x8), codegen
+
+
+@intrinsic
+def store_bf16(typingctx, at, value):
+    """Write the upper halves of eight lanes that already are bf16 values (2 bytes each)."""
+
+    def codegen(context, builder, signature, args):
+        bits = builder.lshr(builder.bitcast(args[1], V8I), constant(V8I, 16))
+        half = ir.VectorType(ir.IntType(16), 8)
+        builder.store(builder.trunc(bits, half), _pointer(builder, args[0], half), align=2)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, f32x8), codegen
+
+
+@intrinsic
+def load_bf16(typingctx, at):
+    def codegen(context, builder, signature, args):
+        half = ir.VectorType(ir.IntType(16), 8)
+        bits = builder.zext(builder.load(_pointer(builder, args[0], half), align=2), V8I)
+        return builder.bitcast(builder.shl(bits, constant(V8I, 16)), V8F)
+
+    return f32x8(types.int64), codegen
+
+
+@intrinsic
+def load_e4m3(typingctx, at):
+    """Eight e4m3 bytes as fp32 (without a scale). 0x7F and 0xFF are NaN."""
+
+    def codegen(context, builder, signature, args):
+        byte = ir.VectorType(ir.IntType(8), 8)
+        bits = builder.zext(builder.load(_pointer(builder, args[0], byte), align=1), V8I)
+        sign = builder.shl(builder.and_(bits, constant(V8I, 0x80)), constant(V8I, 24))
+        magnitude = builder.and_(bits, constant(V8I, 0x7F))
+        small = builder.bitcast(builder.shl(magnitude, constant(V8I, 20)), V8F)
+        number = builder.fmul(small, constant(V8F, 2.0**120))
+        is_nan = builder.icmp_signed("==", magnitude, constant(V8I, 0x7F))
+        number = builder.select(is_nan, constant(V8F, float("nan")), number)
+        return builder.bitcast(builder.or_(builder.bitcast(number, V8I), sign), V8F)
+
+    return f32x8(types.int64), codegen
+
+
+@intrinsic
+def bits_of(typingctx, value):
+    """The bits of one float as int64 (0 to 2^32 - 1)."""
+
+    def codegen(context, builder, signature, args):
+        return builder.zext(builder.bitcast(args[0], I32), ir.IntType(64))
+
+    return types.int64(types.float32), codegen
+
+
+@intrinsic
+def float_of(typingctx, bits):
+    """The float with these bits (the low 32 of an int64)."""
+
+    def codegen(context, builder, signature, args):
+        return builder.bitcast(builder.trunc(args[0], I32), F32)
+
+    return types.float32(types.int64), codegen
+
+
+def _scalar_memory(kind, llvm_type, align):
+    @intrinsic
+    def read(typingctx, at):
+        def codegen(context, builder, signature, args):
+            return builder.load(_pointer(builder, args[0], llvm_type), align=align)
+
+        return kind(types.int64), codegen
+
+    @intrinsic
+    def write(typingctx, at, value):
+        def codegen(context, builder, signature, args):
+            builder.store(args[1], _pointer(builder, args[0], llvm_type), align=align)
+            return context.get_dummy_value()
+
+        return types.void(types.int64, kind), codegen
+
+    return read, write
+
+
+get_f32, put_f32 = _scalar_memory(types.float32, F32, 4)
+get_u8, put_u8 = _scalar_memory(types.uint8, ir.IntType(8), 1)
+get_u64, put_u64 = _scalar_memory(types.uint64, ir.IntType(64), 8)
+
+
+@intrinsic
+def store_e4m3(typingctx, at, value):
+    """Eight lanes rounded to e4m3 bytes (nearest, ties to even; beyond 448 saturates; NaN and
+    infinities become NaN).
+    """
+
+    def codegen(context, builder, signature, args):
+        bits = builder.bitcast(args[1], V8I)
+        sign = builder.and_(builder.lshr(bits, constant(V8I, 24)), constant(V8I, 0x80))
+        size = builder.and_(bits, constant(V8I, 0x7FFFFFFF))
+        is_bad = builder.icmp_unsigned(">=", size, constant(V8I, 0x7F800000))
+        is_big = builder.icmp_unsigned(">", size, constant(V8I, 0x43E00000))  # 448
+        size = builder.select(is_big, constant(V8I, 0x43E00000), size)
+        # normal numbers: rebias the exponent, drop 20 mantissa bits
+        odd = builder.and_(builder.lshr(size, constant(V8I, 20)), constant(V8I, 1))
+        up = builder.add(size, builder.add(odd, constant(V8I, 0x7FFFF)))
+        normal = builder.sub(builder.lshr(up, constant(V8I, 20)), constant(V8I, 120 << 3))
+        # below 2^-6: a whole number of 2^-9, rounded by adding 1.5 * 2^23
+        steps = call_fma(
+            builder, builder.bitcast(size, V8F), constant(V8F, 512.0), constant(V8F, 12582912.0)
+        )
+        subnormal = builder.and_(builder.bitcast(steps, V8I), constant(V8I, 0xF))
+        is_small = builder.icmp_unsigned("<", size, constant(V8I, 0x3C800000))  # 2^-6
+        code = builder.select(
+            is_bad, constant(V8I, 0x7F), builder.select(is_small, subnormal, normal)
+        )
+        byte = ir.VectorType(ir.IntType(8), 8)
+        code = builder.trunc(builder.or_(code, sign), byte)
+        builder.store(code, _pointer(builder, args[0], byte), align=1)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, f32x8), codegen
+
+
+@intrinsic
+def finite_size(typingctx, value):
+    """Absolute value of each lane, 0 where it is not finite."""
+
+    def codegen(context, builder, signature, args):
+        size = builder.and_(builder.bitcast(args[0], V8I), constant(V8I, 0x7FFFFFFF))
+        is_bad = builder.icmp_unsigned(">=", size, constant(V8I, 0x7F800000))
+        return builder.bitcast(builder.select(is_bad, constant(V8I, 0), size), V8F)
+
+    return f32x8(f32x8), codegen
+
+
+@intrinsic
+def transpose8(typingctx, source, source_stride, target, target_stride):
+    """Eight rows of eight floats at `source`, written as columns at `target`; strides in bytes."""
+
+    def codegen(context, builder, signature, args):
+        source, source_stride, target, target_stride = args
+
+        def place(base, stride, r):
+            at = builder.add(base, builder.mul(stride, ir.Constant(ir.IntType(64), r)))
+            return _pointer(builder, at, V8F)
+
+        def shuffle(a, b, mask):
+            return builder.shuffle_vector(a, b, ir.Constant(V8I, mask))
+
+        rows = [builder.load(place(source, source_stride, r), align=4) for r in range(8)]
+        pairs = []
+        for r in range(0, 8, 2):
+            pairs.append(shuffle(rows[r], rows[r + 1], [0, 8, 1, 9, 4, 12, 5, 13]))
+            pairs.append(shuffle(rows[r], rows[r + 1], [2, 10, 3, 11, 6, 14, 7, 15]))
+        fours = []
+        for base in (0, 4):
+            for i in (0, 1):
+                a, b = pairs[base + i], pairs[base + 2 + i]
+                fours.append(shuffle(a, b, [0, 1, 8, 9, 4, 5, 12, 13]))
+                fours.append(shuffle(a, b, [2, 3, 10, 11, 6, 7, 14, 15]))
+        for i in range(4):
+            low = shuffle(fours[i], fours[i + 4], [0, 1, 2, 3, 8, 9, 10, 11])
+            high = shuffle(fours[i], fours[i + 4], [4, 5, 6, 7, 12, 13, 14, 15])
+            builder.store(low, place(target, target_stride, i), align=4)
+            builder.store(high, place(target, target_stride, i + 4), align=4)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64, types.int64), codegen

@@ -1,0 +1,214 @@
+"""Pages: where every byte of a block's KV lies, and how a page says what it holds.
+
+A page is one contiguous record, `payload | scales | padding | tag`, a multiple of 64 bytes long,
+the tag in its last 64. There are two kinds (`PageKind`): *packed* pages hold sealed blocks in the
+codec's element type, *exact* pages hold block 0 and open tails in the codec's exact type. Payload
+is [num_layers, 2 (K, V), num_kv_heads, block_size, head_dim]; fp8 scales are one E8M0 byte (a power
+of two, biased by 127) per (layer, K or V, head).
+
+The tag is written last, after everything else, and erased first. Its final word is the checksum of
+the whole record.
+
+Used by the engine (pools, kernels), kvtransfer (landing zone, pull plans) and both schedulers. No
+torch here.
+"""
+
+import hashlib
+import struct
+from dataclasses import dataclass, replace
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from common.errors import ConfigError
+from common.scheduling.plan import PageKind
+
+TAG_BYTES: Final = 64
+TAG_MAGIC: Final = 0x544B5631  # "TKV1": a page of this record format, version 1
+NO_FINGERPRINT: Final = bytes(16)
+_TAG = struct.Struct("<16s16sIIQQQ")
+_GOLDEN: Final = 0x9E3779B97F4A7C15
+
+
+@dataclass(frozen=True, slots=True)
+class Codec:
+    """How a sealed block is stored. A new codec is an entry in `CODECS` and its seal and load
+    kernels.
+    """
+
+    name: str
+    packed_element_bytes: int
+    exact_element_bytes: int
+    has_scales: bool
+
+
+CODECS: Final[dict[str, Codec]] = {
+    codec.name: codec
+    for codec in (
+        Codec("fp8_e4m3", packed_element_bytes=1, exact_element_bytes=2, has_scales=True),
+        Codec("bf16", packed_element_bytes=2, exact_element_bytes=2, has_scales=False),
+        Codec("fp32", packed_element_bytes=4, exact_element_bytes=4, has_scales=False),
+    )
+}
+
+
+def codec_named(name: str) -> Codec:
+    if name not in CODECS:
+        raise ConfigError(
+            f"unknown KV codec {name!r}; there are {', '.join(CODECS)}", param="kv_codec"
+        )
+    return CODECS[name]
+
+
+@dataclass(frozen=True, slots=True)
+class PageLayout:
+    """Sizes and offsets, in bytes, of both page kinds for one model, codec and block size."""
+
+    num_layers: int
+    num_kv_heads: int
+    block_size: int
+    head_dim: int
+    codec: Codec
+
+    def __post_init__(self) -> None:
+        if self.block_size not in (16, 32):
+            raise ConfigError(f"block size {self.block_size} is not 16 or 32", param="block_size")
+
+    @property
+    def num_elements(self) -> int:
+        return self.num_layers * 2 * self.num_kv_heads * self.block_size * self.head_dim
+
+    @property
+    def num_scales(self) -> int:
+        return self.num_layers * 2 * self.num_kv_heads if self.codec.has_scales else 0
+
+    def payload_bytes(self, kind: PageKind) -> int:
+        exact = kind is PageKind.EXACT
+        return self.num_elements * (
+            self.codec.exact_element_bytes if exact else self.codec.packed_element_bytes
+        )
+
+    @property
+    def scales_offset(self) -> int:
+        """Of the scales in a packed page; exact pages have none."""
+        return self.payload_bytes(PageKind.PACKED)
+
+    def page_bytes(self, kind: PageKind) -> int:
+        scales = self.num_scales if kind is PageKind.PACKED else 0
+        return _round_up(self.payload_bytes(kind) + scales, 64) + TAG_BYTES
+
+    @property
+    def packed_page_bytes(self) -> int:
+        return self.page_bytes(PageKind.PACKED)
+
+    @property
+    def exact_page_bytes(self) -> int:
+        return self.page_bytes(PageKind.EXACT)
+
+    def tag_offset(self, kind: PageKind) -> int:
+        return self.page_bytes(kind) - TAG_BYTES
+
+    def fingerprint(self, model_fingerprint: bytes) -> bytes:
+        """16 bytes over all that two workers must agree on before one reads the other's pages."""
+        offsets_hash = NO_FINGERPRINT  # no calibrated offsets yet
+        fields = (
+            f"tandem page {TAG_MAGIC:x} codec={self.codec.name} block={self.block_size} "
+            f"layers={self.num_layers} kv_heads={self.num_kv_heads} head_dim={self.head_dim} "
+            f"packed={self.packed_page_bytes} exact={self.exact_page_bytes}"
+        )
+        digest = hashlib.blake2b(model_fingerprint + offsets_hash + fields.encode(), digest_size=16)
+        return digest.digest()
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PageTag:
+    """What a page says about itself. `checksum` covers the whole record, itself counted as zero."""
+
+    content_hash: bytes
+    fingerprint: bytes
+    num_tokens: int
+    incarnation: int
+    generation: int
+    checksum: int = 0
+    magic: int = TAG_MAGIC
+
+    def pack(self) -> bytes:
+        assert len(self.content_hash) == 16
+        assert len(self.fingerprint) == 16
+        return _TAG.pack(
+            self.content_hash,
+            self.fingerprint,
+            self.num_tokens,
+            self.magic,
+            self.incarnation,
+            self.generation,
+            self.checksum,
+        )
+
+    def with_checksum(self, checksum: int) -> "PageTag":
+        return replace(self, checksum=checksum)
+
+    @classmethod
+    def unpack(cls, record: bytes | memoryview) -> "PageTag":
+        content_hash, fingerprint, num_tokens, magic, incarnation, generation, checksum = (
+            _TAG.unpack(record)
+        )
+        return cls(
+            content_hash=content_hash,
+            fingerprint=fingerprint,
+            num_tokens=num_tokens,
+            magic=magic,
+            incarnation=incarnation,
+            generation=generation,
+            checksum=checksum,
+        )
+
+
+def checksum_weights(num_words: int) -> NDArray[np.uint64]:
+    """The odd factor of each 64-bit word of a record."""
+    with np.errstate(over="ignore"):
+        spread = np.arange(1, num_words + 1, dtype=np.uint64) * np.uint64(_GOLDEN)
+    return spread ^ (spread >> np.uint64(32)) | np.uint64(1)
+
+
+def checksum(page: NDArray[np.uint8]) -> int:
+    """Sum modulo 2^64 of the record's words times their factors; the last word (the checksum's own)
+    counts as zero.
+
+    The plain definition; the engine's kernels compute the same.
+    """
+    words = page.view(np.uint64)[:-1]
+    return int((words * checksum_weights(len(words))).sum(dtype=np.uint64))
+
+
+def tag_mismatch(found: PageTag, wanted: PageTag) -> str | None:
+    """Why a page is not the one that was asked for: the first field that differs, None when all
+    agree.
+    """
+    if found.magic != wanted.magic:
+        return (
+            "magic: the page has no tag (cleared, or never written)"
+            if found.magic == 0
+            else "magic"
+        )
+    for field in (
+        "content_hash",
+        "fingerprint",
+        "num_tokens",
+        "incarnation",
+        "generation",
+        "checksum",
+    ):
+        have, want = getattr(found, field), getattr(wanted, field)
+        if have != want:
+            return f"{field}: found {_show(have)}, wanted {_show(want)}"
+    return None
+
+
+def _show(value: int | bytes) -> str:
+    return value.hex() if isinstance(value, bytes) else str(value)
