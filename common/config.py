@@ -40,6 +40,12 @@ class RouterConfig:
     served_model_name: str | None = option(
         "model name in the API", default=None, metavar="NAME", shown="the directory's name"
     )
+    chat_template: str | None = option(
+        "file with a Jinja chat template",
+        default=None,
+        metavar="FILE",
+        shown="the model's own",
+    )
     http: str = option(
         "where the OpenAI API listens", default="127.0.0.1:8000", metavar="HOST:PORT"
     )
