@@ -429,18 +429,17 @@ def read_table(path: Path, command: str) -> dict[str, Any]:
             )
         if not isinstance(content, dict):
             raise ConfigError(f"{path}: {table} must be a table, written [{table}]")
+        known = [flag(name)[2:] for name in option_fields(table)]
         for key in content:
-            if key not in option_fields(table):
-                raise ConfigError(
-                    f"{path}: [{table}]: {unknown_name(key, list(option_fields(table)))}"
-                )
-    table = document.get(command, {})
-    return {key: toml_value(path, command, key, value) for key, value in table.items()}
+            if key not in known:
+                raise ConfigError(f"{path}: [{table}]: {unknown_name(key, known)}")
+    chosen = {key.replace("-", "_"): value for key, value in document.get(command, {}).items()}
+    return {name: toml_value(path, command, name, value) for name, value in chosen.items()}
 
 
-def toml_value(path: Path, command: str, key: str, value: Any) -> Any:
-    core = without_none(option_type(command, key))
-    where = f"{path}: [{command}] {key}"
+def toml_value(path: Path, command: str, name: str, value: Any) -> Any:
+    core = without_none(option_type(command, name))
+    where = f"{path}: [{command}] {flag(name)[2:]}"
     if get_origin(core) is Literal:
         choices = get_args(core)
         if value not in choices or type(value) is not type(choices[0]):

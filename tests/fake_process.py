@@ -1,8 +1,8 @@
 """Stands in for `tandem router|prefill|decode` under the launcher; run as a script.
 
 What it does is written in `behaviour.json` in the model directory: `{"decode": {"exit": 3}}` ends
-a decode worker at once, `{"router": {"ignores_sigterm": true}}` has to be killed, `{"ready": 503}` is what
-the router answers once its workers have started. What happened is appended to `events`, by line.
+a decode worker at once, `{"router": {"ignores_sigterm": true}}` has to be killed, `{"ready": 503}`
+is what the router answers once its workers have started. What happened is appended to `events`.
 """
 
 import http.server
