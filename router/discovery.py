@@ -1,0 +1,193 @@
+"""Finds the workers and keeps in touch: names to addresses, one Watch per address, one session per decode worker.
+
+`Discovery.run` owns everything: a loop per configured entry resolves its name again and again, and every address found
+gets a task that lives until the name no longer leads there and the worker has gone quiet. What is seen goes into the
+fleet; the fleet decides. Entries are `host:port`, `name:port` with any number of addresses behind the name, or
+`[v6]:port`.
+"""
+
+import asyncio
+import logging
+import socket
+from collections.abc import Awaitable, Callable, Sequence
+
+import anyio
+from anyio.abc import TaskGroup
+
+from common.addresses import join_address, split_address
+from common.errors import MalformedMessage, TandemError, WorkerLost
+from common.messages import PROTOCOL_VERSION, Hello, Watch, WorkerState
+from common.rpc import Connect, Peer, Stream
+from router.dispatch import Dispatcher
+from router.fleet import Fleet, Worker
+from router.session import Session
+
+log = logging.getLogger(__name__)
+
+REFRESH_S = 2.0
+MAX_BACKOFF_S = 1.0
+_FIRST_BACKOFF_S = 0.1
+_FIRST_STATE_S = 10.0
+
+Resolve = Callable[[str, int], Awaitable[list[str]]]
+"""Host and port to addresses that can be connected to."""
+
+
+async def resolve(host: str, port: int) -> list[str]:
+    """All addresses behind `host`, in a stable order; none when the name is not known (yet)."""
+    loop = asyncio.get_running_loop()
+    try:
+        found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except OSError:
+        return []
+    addresses = dict.fromkeys(join_address(str(info[4][0]), port) for info in found)
+    if host == "localhost" and len(addresses) > 1:
+        # 127.0.0.1 and ::1 are one machine: take the one a worker most likely listens on
+        return [a for a in addresses if not a.startswith("[")][:1]
+    return sorted(addresses)
+
+
+class Discovery:
+    def __init__(
+        self,
+        entries: Sequence[str],
+        *,
+        fleet: Fleet,
+        dispatcher: Dispatcher,
+        connect: Connect,
+        router_id: str,
+        resolve: Resolve = resolve,
+        refresh_s: float = REFRESH_S,
+    ) -> None:
+        self._entries = [(entry, *split_address(entry)) for entry in dict.fromkeys(entries)]
+        self._fleet = fleet
+        self._dispatcher = dispatcher
+        self._connect = connect
+        self._router_id = router_id
+        self._resolve = resolve
+        self._refresh_s = refresh_s
+        self._wanted: dict[str, set[str]] = {}
+        self._watched: set[str] = set()
+
+    async def run(self) -> None:
+        async with anyio.create_task_group() as group:
+            for entry, host, port in self._entries:
+                group.start_soon(self._follow_name, group, entry, host, port)
+
+    async def _follow_name(self, group: TaskGroup, entry: str, host: str, port: int) -> None:
+        while True:
+            addresses = await self._resolve(host, port)
+            if addresses:
+                self._wanted[entry] = set(addresses)
+                if entry not in addresses:
+                    self._fleet.forget(entry)
+            elif not self._wanted.get(entry):
+                self._fleet.refuse(entry, "the name does not resolve")
+            for address in addresses:
+                if address not in self._watched:
+                    self._watched.add(address)
+                    group.start_soon(self._follow_address, address)
+            await asyncio.sleep(self._refresh_s)
+
+    def _is_wanted(self, address: str) -> bool:
+        return any(address in addresses for addresses in self._wanted.values())
+
+    async def _follow_address(self, address: str) -> None:
+        """Until no name leads here any more and the worker does not answer."""
+        peer = self._connect(address)
+        backoff_s = _FIRST_BACKOFF_S
+        try:
+            while True:
+                try:
+                    await self._watch(peer, address)
+                except TandemError as error:
+                    backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
+                    self._lost(address, error)
+                else:
+                    backoff_s = _FIRST_BACKOFF_S
+                    self._lost(address, WorkerLost("it closed the stream"))
+                if not self._is_wanted(address):
+                    return
+                await asyncio.sleep(backoff_s)
+        finally:
+            self._watched.discard(address)
+            self._fleet.forget(address)
+            with anyio.CancelScope(shield=True):
+                await peer.close()
+
+    def _lost(self, address: str, error: TandemError) -> None:
+        worker = self._fleet.get(address)
+        if worker is not None and worker.is_linked:
+            log.warning("lost %s %s: %s", worker.state.role, address, error.message)
+        self._fleet.refuse(address, f"cannot be reached: {error.message}")
+        self._dispatcher.fleet_changed()
+
+    async def _watch(self, peer: Peer, address: str) -> None:
+        """One Watch stream and, for a decode worker, its sessions. Returns or raises when the stream ends."""
+        stream = peer.open("Watch")
+        try:
+            async with anyio.create_task_group() as group:
+                await stream.send(Watch())
+                message = await _first_state(stream)
+                incarnation = ""
+                while message is not None:
+                    worker = self._observe(address, message)
+                    if worker.state.incarnation != incarnation:
+                        incarnation = worker.state.incarnation
+                        if worker.can_decode and worker.state.protocol == PROTOCOL_VERSION:
+                            group.start_soon(self._hold_session, peer, address, incarnation)
+                    message = await stream.receive()
+                group.cancel_scope.cancel()
+        except* TandemError as errors:
+            raise _only(errors) from None
+        finally:
+            stream.cancel()
+
+    def _observe(self, address: str, message: object) -> Worker:
+        if not isinstance(message, WorkerState):
+            raise MalformedMessage(f"expected WorkerState, got {type(message).__name__}")
+        before = self._fleet.get(address)
+        worker = self._fleet.observe(address, message)
+        if worker is not before:
+            log.info("found %s %s, incarnation %s", message.role, address, message.incarnation)
+        self._dispatcher.fleet_changed()
+        return worker
+
+    async def _hold_session(self, peer: Peer, address: str, incarnation: str) -> None:
+        """Keeps a session open with one life of a worker, as long as its Watch stream lasts."""
+        backoff_s = _FIRST_BACKOFF_S
+        while True:
+            session = Session(peer.open("Session"), address)
+            self._dispatcher.session_opened(incarnation, session)
+            self._fleet.session_up(address, incarnation)
+            self._dispatcher.fleet_changed()
+            started_at = asyncio.get_running_loop().time()
+            try:
+                await session.run(
+                    Hello(router_id=self._router_id, incarnation=incarnation),
+                    lambda: self._session_ended(address, incarnation),
+                )
+            except TandemError as error:
+                log.warning("session with %s ended: %s", address, error.message)
+            if asyncio.get_running_loop().time() - started_at > MAX_BACKOFF_S:
+                backoff_s = _FIRST_BACKOFF_S
+            await asyncio.sleep(backoff_s)
+            backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
+
+    def _session_ended(self, address: str, incarnation: str) -> None:
+        self._dispatcher.session_closed(incarnation)
+        self._fleet.session_down(address, incarnation)
+
+
+async def _first_state(stream: Stream) -> object | None:
+    with anyio.move_on_after(_FIRST_STATE_S):
+        return await stream.receive()
+    raise WorkerLost("it does not tell its state")
+
+
+def _only(group: BaseExceptionGroup[TandemError]) -> TandemError:
+    found: BaseException = group
+    while isinstance(found, BaseExceptionGroup):
+        found = found.exceptions[0]
+    assert isinstance(found, TandemError)
+    return found

@@ -1,0 +1,243 @@
+"""The router's table of workers: who there is, which of them fit together, and whether a request could be served.
+
+`discovery` reports what it sees of each address (`observe`, `lose`, `refuse`, `forget`) and of its session
+(`session_up`, `session_down`); `dispatch` asks who may take a request and reports what it placed. A worker is one
+incarnation: when another process answers at the same address, the old entry is gone with all its counts.
+
+Ready means: a colocated worker, or a decode worker and a prefill worker that store KV alike. A fleet that was ready
+and lost its prefill workers keeps serving, since decode workers can prefill by themselves, and says so.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from common.messages import PROTOCOL_VERSION, WorkerState
+from common.types import Role
+
+
+@dataclass(slots=True, eq=False)
+class Worker:
+    """One life of a worker process. `num_in_flight` counts what this router placed there and has not seen the end of."""
+
+    address: str
+    state: WorkerState
+    order: int
+    is_linked: bool = True
+    has_session: bool = False
+    num_in_flight: int = 0
+
+    @property
+    def can_decode(self) -> bool:
+        return self.state.role is not Role.PREFILL
+
+    @property
+    def kv_identity(self) -> tuple[str, str, int]:
+        """Two workers can hand KV over when these are equal."""
+        return (self.state.model_fingerprint, self.state.layout, self.state.block_size)
+
+
+class Fleet:
+    def __init__(self) -> None:
+        self._workers: dict[str, Worker] = {}
+        self._refused: dict[str, str] = {}
+        self._next_order = 0
+        self._was_ready = False
+        self._cached_view: _View | None = None
+
+    # --- facts from discovery ----------------------------------------------------------------------------------
+
+    def observe(self, address: str, state: WorkerState) -> Worker:
+        """A worker at `address` told its state. The worker is a new object when its incarnation is new."""
+        self._refused.pop(address, None)
+        worker = self._workers.get(address)
+        if worker is None or worker.state.incarnation != state.incarnation:
+            worker = self._workers[address] = Worker(address, state, self._next_order)
+            self._next_order += 1
+        worker.state = state
+        worker.is_linked = True
+        self._changed()
+        return worker
+
+    def lose(self, address: str) -> None:
+        """The watch of `address` has ended: nothing new goes there until it is observed again."""
+        worker = self._workers.get(address)
+        if worker is not None:
+            worker.is_linked = False
+            self._changed()
+
+    def refuse(self, address: str, reason: str) -> None:
+        """`address` cannot be used, and why."""
+        self.lose(address)
+        self._refused[address] = reason
+
+    def forget(self, address: str) -> None:
+        self._workers.pop(address, None)
+        self._refused.pop(address, None)
+        self._changed()
+
+    def session_up(self, address: str, incarnation: str) -> None:
+        self._set_session(address, incarnation, True)
+
+    def session_down(self, address: str, incarnation: str) -> None:
+        self._set_session(address, incarnation, False)
+
+    def _set_session(self, address: str, incarnation: str, is_up: bool) -> None:
+        worker = self._workers.get(address)
+        if worker is not None and worker.state.incarnation == incarnation:
+            worker.has_session = is_up
+            self._changed()
+
+    # --- questions ---------------------------------------------------------------------------------------------
+
+    def get(self, address: str) -> Worker | None:
+        return self._workers.get(address)
+
+    def linked(self) -> list[Worker]:
+        """Workers that answer now, oldest first."""
+        return list(self._view().linked)
+
+    def decode_workers(self, avoid: Collection[str] = ()) -> list[Worker]:
+        """Who may take a new request; `avoid` names incarnations. Empty while the fleet is not ready."""
+        if not self.is_ready():
+            return []
+        return [w for w in self._view().decoding if w.state.incarnation not in avoid]
+
+    def prefill_workers(
+        self, decode: Worker, num_tokens: int, avoid: Collection[str] = ()
+    ) -> list[Worker]:
+        """Who may compute a prompt of `num_tokens` for `decode`."""
+        return [
+            w
+            for w in self._view().prefilling
+            if w.kv_identity == decode.kv_identity
+            and w.state.max_prompt_tokens >= num_tokens
+            and w.state.incarnation not in avoid
+        ]
+
+    def is_ready(self) -> bool:
+        view = self._view()
+        return view.has_full_path or (self._was_ready and bool(view.decoding))
+
+    def reasons(self) -> list[str]:
+        """What keeps the fleet from being whole: excluded and unreachable workers, missing roles."""
+        view = self._view()
+        found = [f"{address}: {reason}" for address, reason in sorted(self._refused.items())]
+        for worker in view.linked:
+            reason = view.excluded[worker.order]
+            if reason is not None:
+                found.append(f"{worker.state.role} {worker.address}: {reason}")
+        if not view.decoding:
+            found.append("no decode or colocated worker is available")
+        elif not view.has_full_path:
+            found.append("no prefill worker is available")
+        return found
+
+    def excluded(self, worker: Worker) -> str | None:
+        """Why `worker` is given no requests although it answers; None when it is in use."""
+        return self._view().excluded.get(worker.order, "does not answer")
+
+    # --- counts ------------------------------------------------------------------------------------------------
+
+    def place(self, worker: Worker) -> None:
+        worker.num_in_flight += 1
+
+    def release(self, worker: Worker) -> None:
+        worker.num_in_flight -= 1
+
+    def check_invariants(self) -> None:
+        for address, worker in self._workers.items():
+            assert worker.address == address
+            assert worker.num_in_flight >= 0
+            assert worker.can_decode or not worker.has_session
+        orders = [w.order for w in self._workers.values()]
+        assert len(set(orders)) == len(orders)
+        view = self._view()
+        assert view == _view(list(self._workers.values()))
+        for worker in view.decoding + view.prefilling:
+            assert worker.is_linked and view.excluded[worker.order] is None
+
+    # --- inside ------------------------------------------------------------------------------------------------
+
+    def _changed(self) -> None:
+        self._cached_view = None
+        self._was_ready = self._was_ready or self._view().has_full_path
+
+    def _view(self) -> "_View":
+        if self._cached_view is None:
+            self._cached_view = _view(list(self._workers.values()))
+        return self._cached_view
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _View:
+    """What follows from the table; computed anew after each change of it."""
+
+    linked: list[Worker]
+    excluded: dict[int, str | None]
+    decoding: list[Worker]
+    prefilling: list[Worker]
+    has_full_path: bool
+
+
+def _view(workers: list[Worker]) -> _View:
+    linked = sorted((w for w in workers if w.is_linked), key=lambda w: w.order)
+    first_of: dict[str, Worker] = {}
+    for worker in linked:
+        first_of.setdefault(worker.state.incarnation, worker)
+    unique = [
+        w
+        for w in linked
+        if first_of[w.state.incarnation] is w
+        and w.state.protocol == PROTOCOL_VERSION
+        and not w.state.draining
+    ]
+    partners = [w for w in unique if w.can_decode]
+    excluded = {
+        w.order: _basic_fault(w, first_of[w.state.incarnation]) or _misfit(w, partners)
+        for w in linked
+    }
+    in_use = [w for w in linked if excluded[w.order] is None]
+    decoding = [w for w in in_use if w.can_decode]
+    prefilling = [w for w in in_use if not w.can_decode]
+    identities = {w.kv_identity for w in prefilling}
+    return _View(
+        linked=linked,
+        excluded=excluded,
+        decoding=decoding,
+        prefilling=prefilling,
+        has_full_path=any(
+            w.state.role is Role.COLOCATED or w.kv_identity in identities for w in decoding
+        ),
+    )
+
+
+def _basic_fault(worker: Worker, twin: Worker) -> str | None:
+    state = worker.state
+    if state.protocol != PROTOCOL_VERSION:
+        return f"speaks protocol {state.protocol}, this router speaks {PROTOCOL_VERSION}"
+    if twin is not worker:
+        return f"is the same process as {twin.address}"
+    if state.draining:
+        return "is draining"
+    return None
+
+
+def _misfit(worker: Worker, partners: list[Worker]) -> str | None:
+    """Compares `worker` with the decode-capable ones; the longest-known of them sets the model."""
+    state = worker.state
+    if partners and state.model_fingerprint != partners[0].state.model_fingerprint:
+        first = partners[0].state
+        return (
+            f"serves model {state.model_fingerprint}, but {first.role} {partners[0].address} "
+            f"serves {first.model_fingerprint}: give all workers the same --model"
+        )
+    if worker.can_decode:
+        return None if worker.has_session else "has no session yet"
+    if partners and all(w.kv_identity != worker.kv_identity for w in partners):
+        other = partners[0].state
+        return (
+            f"stores KV as {state.layout} in blocks of {state.block_size}, but {other.role} "
+            f"{partners[0].address} as {other.layout} in blocks of {other.block_size}: start both "
+            "with the same --kv-codec and --block-size"
+        )
+    return None

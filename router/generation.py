@@ -1,0 +1,337 @@
+"""One client call from token ids to text, and the service both fronts (HTTP, gRPC) make their calls of.
+
+service.prompt_* -> Prompt          text, chat or ids, checked against the context and the pools
+service.start(prompts, options) -> Generation
+generation.pieces() ...             until it is done; generation.close() whatever happened
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from common.clock import Clock
+from common.errors import (
+    ContextLengthExceeded,
+    InvalidRequest,
+    ModelNotFound,
+    NotReady,
+    PromptTooLargeForPool,
+    TandemError,
+)
+from common.messages import GenerateRequest, pack_tokens
+from common.model_config import ModelConfig
+from common.types import FinishReason, RequestId
+from router.admission import Admission, Ticket
+from router.chat_template import Message
+from router.dispatch import Placing
+from router.fleet import Fleet
+from router.journey import Inbox, Journey
+from router.json_body import shortened
+from router.metrics import RouterMetrics
+from router.options import MAX_OUTPUTS, Options, Vocabulary
+from router.text_output import Piece, TextOutput
+from router.tokenizer import Tokenizer
+
+DEFAULT_COMPLETION_TOKENS = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+
+
+class TextService:
+    """What the router can do for a client. Both fronts hold one."""
+
+    def __init__(
+        self,
+        *,
+        model_name: str,
+        model: ModelConfig,
+        tokenizer: Tokenizer,
+        fleet: Fleet,
+        dispatcher: Placing,
+        admission: Admission,
+        metrics: RouterMetrics,
+        clock: Clock,
+        request_timeout_s: float,
+        wall_time: Callable[[], float],
+        draw_bits: Callable[[int], int],
+    ) -> None:
+        """`wall_time` is for show only; `draw_bits(k)` is k random bits."""
+        self.model_name = model_name
+        self.tokenizer = tokenizer
+        self.vocabulary = Vocabulary(size=model.vocab_size, eos_token_ids=model.eos_token_ids)
+        self.fleet = fleet
+        self.metrics = metrics
+        self.clock = clock
+        self.admission = admission
+        self._model_limit = model.max_position_embeddings
+        self._dispatcher = dispatcher
+        self._request_timeout_s = request_timeout_s
+        self._wall_time = wall_time
+        self.started_at = self.wall_clock()
+        self._draw_bits = draw_bits
+
+    def new_request_id(self) -> RequestId:
+        return f"{self._draw_bits(128):032x}"
+
+    def wall_clock(self) -> int:
+        return int(self._wall_time())
+
+    def check_model(self, name: str | None) -> None:
+        """A request that names no model means the one there is."""
+        if name is not None and name != self.model_name:
+            raise ModelNotFound(f"the model {shortened(name)} does not exist", param="model")
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest prompt plus answer: the model's own limit, or a smaller one of the workers."""
+        limits = [w.state.max_model_len for w in self.fleet.linked() if w.can_decode]
+        return min([self._model_limit, *limits])
+
+    # --- prompts -----------------------------------------------------------------------------------------------
+
+    async def encode_text(self, text: str) -> list[int]:
+        return await self.tokenizer.encode(text, self.max_model_len)
+
+    async def encode_chat(
+        self, messages: list[Message], add_generation_prompt: bool, variables: dict[str, Any]
+    ) -> list[int]:
+        return await self.tokenizer.encode_chat(
+            messages,
+            self.max_model_len,
+            add_generation_prompt=add_generation_prompt,
+            variables=variables,
+        )
+
+    # --- generation --------------------------------------------------------------------------------------------
+
+    def start(
+        self,
+        request_id: RequestId,
+        prompts: Sequence[list[int]],
+        options: Options,
+        *,
+        arrived_at: float,
+        default_max_tokens: int | None,
+        timeout_s: float | None = None,
+    ) -> "Generation":
+        """Checks the prompts and sends them off. Raises whatever keeps one of them from being served."""
+        n = options.sampling.n
+        if len(prompts) * n > MAX_OUTPUTS:
+            raise InvalidRequest(f"more than {MAX_OUTPUTS} outputs in one request", param="n")
+        limits = [self._max_tokens(len(p), options, default_max_tokens) for p in prompts]
+        if not self.fleet.is_ready() and not self.admission.is_draining:
+            raise NotReady("; ".join(self.fleet.reasons()), retry_after_s=1.0)
+        generation = Generation(
+            self, options, prompts, self.admission.enter(len(prompts) * n), arrived_at
+        )
+        elapsed_s = self.clock.now() - arrived_at
+        deadline_s = min(self._request_timeout_s, timeout_s or self._request_timeout_s) - elapsed_s
+        try:
+            for index, (prompt, max_tokens) in enumerate(zip(prompts, limits, strict=True)):
+                request = self._request(request_id, index, prompt, max_tokens, options)
+                request = dataclasses.replace(request, deadline_s=max(deadline_s, 0.001))
+                generation.add(request, self._dispatcher)
+        except BaseException:
+            generation.close()
+            raise
+        self.metrics.prompt_tokens.inc(sum(map(len, prompts)))
+        return generation
+
+    def _request(
+        self,
+        request_id: RequestId,
+        index: int,
+        prompt: list[int],
+        max_tokens: int,
+        options: Options,
+    ) -> GenerateRequest:
+        seed = self._draw_bits(64) if options.seed is None else options.seed % 2**64
+        return GenerateRequest(
+            request_id=f"{request_id}-{index}" if index else request_id,
+            token_ids=pack_tokens(prompt),
+            num_prompt_tokens=len(prompt),
+            sampling=options.sampling_for(max_tokens, seed),
+        )
+
+    def _max_tokens(self, num_prompt: int, options: Options, default: int | None) -> int:
+        """How many tokens the answer may have. Raises when prompt and answer cannot fit."""
+        if num_prompt == 0:
+            raise InvalidRequest("the prompt is empty: it has no tokens", param="prompt")
+        limit = self.max_model_len
+        asked = options.max_tokens
+        if num_prompt + (asked or 1) > limit:
+            wanted = "at least 1 token" if asked is None else f"max_tokens of {asked}"
+            raise ContextLengthExceeded(
+                f"the prompt has {num_prompt} tokens, with {wanted} for the answer that is "
+                f"{num_prompt + (asked or 1)}; the context holds {limit}",
+                param="prompt" if asked is None else "max_tokens",
+            )
+        pools = [w.state.max_prompt_tokens for w in self.fleet.linked() if w.can_decode]
+        pool = max(pools, default=limit)
+        if num_prompt + (asked or 1) > pool:
+            raise PromptTooLargeForPool(
+                f"the prompt has {num_prompt} tokens and its answer {asked or 1}; the KV pool of a "
+                f"worker holds {pool}, however idle it is",
+                param="prompt",
+            )
+        room = min(limit, pool) - num_prompt
+        max_tokens = asked if asked is not None else min(room, default or room)
+        if options.sampling.min_tokens > max_tokens:
+            raise InvalidRequest(
+                f"min_tokens is {options.sampling.min_tokens}, but at most {max_tokens} can be generated",
+                param="min_tokens",
+            )
+        return max_tokens
+
+
+class Generation:
+    """A call under way: a journey per prompt, a text per output. `close` it, whatever happens."""
+
+    def __init__(
+        self,
+        service: TextService,
+        options: Options,
+        prompts: Sequence[list[int]],
+        ticket: Ticket,
+        arrived_at: float,
+    ) -> None:
+        n = options.sampling.n
+        self._service = service
+        self._ticket = ticket
+        self._arrived_at = arrived_at
+        self._n = n
+        self._inbox = Inbox()
+        self._journeys: list[Journey] = []
+        self._num_prompt_tokens = sum(map(len, prompts))
+        self._outputs = [
+            TextOutput(
+                choice,
+                service.tokenizer.texts,
+                stops=options.stops,
+                include_stop=options.include_stop,
+                min_tokens=options.sampling.min_tokens,
+            )
+            for choice in range(len(prompts) * n)
+        ]
+        self._num_unfinished = len(self._outputs)
+        self._token_times: list[float | None] = [None] * len(self._outputs)
+        self._first_token_at: float | None = None
+        self._last_token_at = arrived_at
+        self._has_queued = True
+        self._has_closed = False
+
+    def add(self, request: GenerateRequest, dispatcher: Placing) -> None:
+        journey = Journey(
+            request,
+            prompt_index=len(self._journeys),
+            inbox=self._inbox,
+            dispatcher=dispatcher,
+            clock=self._service.clock,
+            on_admitted=self._admitted,
+        )
+        self._journeys.append(journey)
+        journey.start()
+
+    @property
+    def num_choices(self) -> int:
+        return len(self._outputs)
+
+    @property
+    def is_done(self) -> bool:
+        return self._num_unfinished == 0
+
+    async def pieces(self) -> list[Piece]:
+        """The next pieces, at least one. Raises the error that ended the call."""
+        assert not self.is_done
+        found: list[Piece] = []
+        while not found:
+            events = await self._inbox.take()
+            self._measure(len(events))
+            now = self._last_token_at
+            times = self._token_times
+            itl = self._service.metrics.itl
+            for prompt_index, output_index, token_id, finish_reason, logprobs in events:
+                choice = prompt_index * self._n + output_index
+                output = self._outputs[choice]
+                before = times[choice]
+                if before is not None:
+                    itl.observe(now - before)
+                times[choice] = now
+                piece = output.push(token_id, finish_reason, logprobs)
+                if piece is not None:
+                    found.append(piece)
+                    if piece.finish_reason is not None:
+                        self._finished(prompt_index, output_index, finish_reason)
+        return found
+
+    async def whole(self) -> list[Piece]:
+        """One piece per choice, in their order."""
+        texts: list[list[str]] = [[] for _ in self._outputs]
+        entries: list[list[Any]] = [[] for _ in self._outputs]
+        reasons: list[FinishReason | None] = [None] * len(self._outputs)
+        while not self.is_done:
+            for piece in await self.pieces():
+                texts[piece.choice].append(piece.text)
+                entries[piece.choice].extend(piece.entries)
+                reasons[piece.choice] = piece.finish_reason
+        return [
+            Piece(choice, "".join(text), reasons[choice], tuple(entries[choice]))
+            for choice, text in enumerate(texts)
+        ]
+
+    def usage(self) -> Usage:
+        return Usage(
+            prompt_tokens=self._num_prompt_tokens,
+            completion_tokens=sum(output.num_tokens for output in self._outputs),
+            cached_tokens=sum(journey.num_cached_tokens for journey in self._journeys),
+        )
+
+    def close(self) -> None:
+        """Workers are told if they still work on it. Idempotent."""
+        if self._has_closed:
+            return
+        self._has_closed = True
+        metrics = self._service.metrics
+        for journey in self._journeys:
+            journey.stop()
+            metrics.retries.inc(journey.num_retries)
+        self._ticket.leave()
+        if self.is_done:
+            metrics.e2e.observe(self._service.clock.now() - self._arrived_at)
+            longest = max(output.num_tokens for output in self._outputs)
+            if longest > 1 and self._first_token_at is not None:
+                metrics.tpot.observe((self._last_token_at - self._first_token_at) / (longest - 1))
+
+    # --- inside ------------------------------------------------------------------------------------------------
+
+    def _admitted(self) -> None:
+        if self._has_queued:
+            self._has_queued = False
+            self._service.metrics.queue.observe(self._service.clock.now() - self._arrived_at)
+        self._ticket.start()
+
+    def _finished(
+        self, prompt_index: int, output_index: int, workers_reason: FinishReason | None
+    ) -> None:
+        self._num_unfinished -= 1
+        if workers_reason is None:
+            self._journeys[prompt_index].finish_output(output_index)
+
+    def _measure(self, num_tokens: int) -> None:
+        metrics = self._service.metrics
+        now = self._service.clock.now()
+        if self._first_token_at is None:
+            self._first_token_at = now
+            metrics.ttft.observe(now - self._arrived_at)
+        self._last_token_at = now
+        metrics.output_tokens.inc(num_tokens)
+
+
+def is_clients_fault(error: TandemError) -> bool:
+    return 400 <= error.http_status < 500

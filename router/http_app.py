@@ -1,0 +1,260 @@
+"""All HTTP endpoints of the router, and the server they run in."""
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import Scope
+
+from common.addresses import split_address
+from common.errors import ConfigError, InternalError, MethodNotAllowed, NotFound, TandemError
+from router.fields import Fields
+from router.fleet import Fleet, Worker
+from router.generation import TextService
+from router.http_exchange import Endpoint, Exchange, error_body
+from router.http_generate import ChatEndpoint, CompletionEndpoint, chat_prompt
+from router.http_protocol import HalfCloseProtocol
+from router.json_body import shortened
+
+_KEEP_ALIVE_S = 75
+
+
+def make_app(service: TextService, max_body_bytes: int) -> FastAPI:
+    app = FastAPI(
+        title="Tandem",
+        version=tandem_version(),
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+        exception_handlers={HTTPException: _explain},
+    )
+    posts: list[tuple[str, Endpoint]] = [
+        ("/v1/chat/completions", ChatEndpoint(service, max_body_bytes)),
+        ("/v1/completions", CompletionEndpoint(service, max_body_bytes)),
+        ("/tokenize", Tokenize(service, max_body_bytes)),
+        ("/detokenize", Detokenize(service, max_body_bytes)),
+    ]
+    gets: list[tuple[str, Endpoint]] = [
+        ("/v1/models", Models(service)),
+        ("/v1/models/{model:path}", OneModel(service)),
+        ("/v1/fleet", FleetView(service)),
+        ("/health", Health(service)),
+        ("/ready", Ready(service)),
+        ("/version", Version(service)),
+    ]
+    app.router.routes += [Route(path, endpoint, methods=["POST"]) for path, endpoint in posts]
+    app.router.routes += [Route(path, endpoint, methods=["GET"]) for path, endpoint in gets]
+    return app
+
+
+def tandem_version() -> str:
+    try:
+        return version("tandem-serve")
+    except PackageNotFoundError:
+        return "0"
+
+
+class _View(Endpoint):
+    """A GET that shows something of the service."""
+
+    def __init__(self, service: TextService) -> None:
+        super().__init__(type(self).__name__, service.new_request_id)
+        self._service = service
+
+
+class Models(_View):
+    async def answer(self, exchange: Exchange, scope: Scope) -> None:
+        models = [model_object(self._service)]
+        await exchange.reply_json(200, {"object": "list", "data": models})
+
+
+class OneModel(_View):
+    async def answer(self, exchange: Exchange, scope: Scope) -> None:
+        self._service.check_model(scope["path_params"]["model"])
+        await exchange.reply_json(200, model_object(self._service))
+
+
+class FleetView(_View):
+    async def answer(self, exchange: Exchange, scope: Scope) -> None:
+        fleet = self._service.fleet
+        workers = [worker_object(fleet, worker) for worker in fleet.linked()]
+        await exchange.reply_json(200, {"workers": workers})
+
+
+class Health(_View):
+    """The process lives; whether it can serve is for /ready to say."""
+
+    async def answer(self, exchange: Exchange, scope: Scope) -> None:
+        await exchange.reply_json(200, {"status": "ok"})
+
+
+class Ready(_View):
+    async def answer(self, exchange: Exchange, scope: Scope) -> None:
+        fleet, is_draining = self._service.fleet, self._service.admission.is_draining
+        reasons = fleet.reasons()
+        if is_draining:
+            reasons.insert(0, "the router is shutting down")
+        is_ready = fleet.is_ready() and not is_draining
+        status = "ready" if is_ready else "not ready"
+        await exchange.reply_json(200 if is_ready else 503, {"status": status, "reasons": reasons})
+
+
+class Version(_View):
+    async def answer(self, exchange: Exchange, scope: Scope) -> None:
+        await exchange.reply_json(200, {"version": tandem_version()})
+
+
+class _TokenizerCall(Endpoint):
+    def __init__(self, service: TextService, max_body_bytes: int) -> None:
+        super().__init__(type(self).__name__, service.new_request_id)
+        self._service = service
+        self._max_body_bytes = max_body_bytes
+
+    async def answer(self, exchange: Exchange, scope: Scope) -> None:
+        body = await exchange.json_object(self._max_body_bytes)
+        fields = Fields(body)
+        self._service.check_model(fields.text("model"))
+        await exchange.reply_json(200, await self.result(fields))
+
+    async def result(self, fields: Fields) -> dict[str, Any]:
+        raise NotImplementedError
+
+
+class Tokenize(_TokenizerCall):
+    """The ids that a prompt, or the messages of a chat, would have."""
+
+    async def result(self, fields: Fields) -> dict[str, Any]:
+        service = self._service
+        messages = fields.take("messages")
+        prompt = fields.text("prompt")
+        add_special_tokens = fields.boolean("add_special_tokens", True)
+        add_generation_prompt = fields.boolean("add_generation_prompt", True)
+        variables = fields.object("chat_template_kwargs") or {}
+        fields.finish()
+        if (messages is None) == (prompt is None):
+            raise fields.wrong("prompt", "or messages must be given, and not both", prompt)
+        limit = service.max_model_len
+        if prompt is None:
+            ids = await chat_prompt(service, messages, add_generation_prompt, variables)
+        else:
+            ids = await service.tokenizer.encode(
+                prompt, limit, add_special_tokens=add_special_tokens
+            )
+        return {"count": len(ids), "max_model_len": limit, "tokens": ids}
+
+
+class Detokenize(_TokenizerCall):
+    """The text of token ids, special tokens left out."""
+
+    async def result(self, fields: Fields) -> dict[str, Any]:
+        ids = fields.token_ids("tokens", fields.take("tokens"), self._service.vocabulary.size)
+        fields.finish()
+        return {"prompt": self._service.tokenizer.decode(ids)}
+
+
+def model_object(service: TextService) -> dict[str, Any]:
+    return {
+        "id": service.model_name,
+        "object": "model",
+        "created": service.started_at,
+        "owned_by": "tandem",
+        "max_model_len": service.max_model_len,
+    }
+
+
+def worker_object(fleet: Fleet, worker: Worker) -> dict[str, Any]:
+    """The operator's view. `excluded` is there only for a worker that gets no requests, and says why."""
+    state = worker.state
+    shown: dict[str, Any] = {
+        "role": state.role,
+        "address": worker.address,
+        "metrics": state.metrics,
+        "pid": state.pid,
+        "incarnation": state.incarnation,
+        "draining": state.draining,
+        "blocks": {
+            "total": state.blocks.total,
+            "free": state.blocks.free,
+            "cached": state.blocks.cached,
+            "held": state.blocks.held,
+        },
+        "running": state.running,
+        "waiting": state.waiting,
+    }
+    reason = fleet.excluded(worker)
+    if reason is not None and not state.draining:
+        shown["excluded"] = reason
+    return shown
+
+
+async def _explain(request: Request, error: Exception) -> Response:
+    """What routing itself refuses, in the shape of all other errors."""
+    status = error.status_code if isinstance(error, HTTPException) else 500
+    method, path = request.method, shortened(request.url.path)
+    found: TandemError = InternalError("internal error")
+    headers = {}
+    if status == 404:
+        found = NotFound(f"there is no {path} here")
+    elif status == 405:
+        found = MethodNotAllowed(f"{path} does not take {method}")
+        headers = dict(getattr(error, "headers", None) or {})
+    return Response(error_body(found), status, headers, media_type="application/json")
+
+
+class HttpServer(uvicorn.Server):
+    """Takes no signals: the process's composition root does."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self._has_stopped = asyncio.Event()
+
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        try:
+            await super().serve(sockets)
+        finally:
+            self._has_stopped.set()
+
+    async def drain(self) -> None:
+        """Connections close when their answers are out."""
+        self.should_exit = True
+        await self._has_stopped.wait()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def make_server(app: FastAPI) -> HttpServer:
+    config = uvicorn.Config(
+        app,
+        http=HalfCloseProtocol,
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=_KEEP_ALIVE_S,
+        timeout_graceful_shutdown=1,
+    )
+    return HttpServer(config)
+
+
+def listen(address: str, option: str) -> socket.socket:
+    """Raises ConfigError, naming the option, when the address cannot be had."""
+    host, port = split_address(address)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server(
+            (host, port), family=family, backlog=2048, dualstack_ipv6=host == "::"
+        )
+    except OSError as error:
+        raise ConfigError(f"{option} {address}: cannot listen: {error.strerror}") from None

@@ -1,0 +1,208 @@
+"""One HTTP request and its answer, on bare ASGI: body within bounds, errors in OpenAI's shape, disconnects noticed.
+
+Every endpoint of the router answers through an `Exchange`, so an error looks the same wherever it arises.
+"""
+
+import json
+import logging
+import math
+import re
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import anyio
+from starlette.types import Receive, Scope, Send
+
+from common.errors import (
+    Cancelled,
+    InternalError,
+    RequestTooLarge,
+    TandemError,
+    UnsupportedMediaType,
+)
+from router.json_body import parse_json_object
+
+log = logging.getLogger(__name__)
+
+_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+_TYPES = {429: "rate_limit_error", 499: "cancelled"}
+
+
+class ClientGone(Exception):
+    """The client closed the connection; nobody reads an answer."""
+
+
+class Exchange:
+    def __init__(
+        self, scope: Scope, receive: Receive, send: Send, new_request_id: Callable[[], str]
+    ) -> None:
+        self._receive = receive
+        self._send = send
+        self._headers = {name.decode("latin-1"): value for name, value in scope["headers"]}
+        given = self.header("x-request-id")
+        is_usable = given is not None and _REQUEST_ID.fullmatch(given) is not None
+        self.request_id = given if given is not None and is_usable else new_request_id()
+        self.has_started = False
+
+    def header(self, name: str) -> str | None:
+        value = self._headers.get(name)
+        return None if value is None else value.decode("latin-1")
+
+    async def json_object(self, max_bytes: int) -> dict[str, Any]:
+        """The body. Raises InvalidRequest, RequestTooLarge, UnsupportedMediaType or ClientGone."""
+        media_type = (self.header("content-type") or "application/json").split(";")[0].strip()
+        if media_type.lower() != "application/json":
+            raise UnsupportedMediaType(f"content-type must be application/json, not {media_type}")
+        encoding = self.header("content-encoding")
+        if encoding not in (None, "", "identity"):
+            raise UnsupportedMediaType(f"content-encoding {encoding} is not supported")
+        return parse_json_object(await self._body(max_bytes))
+
+    async def _body(self, max_bytes: int) -> bytes:
+        announced = self.header("content-length")
+        if announced is not None and announced.isdigit() and int(announced) > max_bytes:
+            raise RequestTooLarge(f"the body has {announced} bytes; the limit is {max_bytes}")
+        parts: list[bytes] = []
+        num_bytes = 0
+        while True:
+            message = await self._receive()
+            if message["type"] != "http.request":
+                raise ClientGone
+            part = message.get("body", b"")
+            num_bytes += len(part)
+            if num_bytes > max_bytes:
+                raise RequestTooLarge(f"the body is larger than the limit of {max_bytes} bytes")
+            parts.append(part)
+            if not message.get("more_body", False):
+                return b"".join(parts)
+
+    async def unless_gone(self, work: Callable[[], Awaitable[None]]) -> None:
+        """Does `work`, and cancels it when the client goes away: then raises ClientGone."""
+        outcome: list[Exception | None] = []
+
+        async def do() -> None:
+            try:
+                await work()
+                outcome.append(None)
+            except Exception as error:  # carried out of the group as it is
+                outcome.append(error)
+            group.cancel_scope.cancel()
+
+        async with anyio.create_task_group() as group:
+            group.start_soon(do)
+            while (await self._receive())["type"] != "http.disconnect":
+                pass
+            group.cancel_scope.cancel()
+        if not outcome:
+            raise ClientGone
+        if outcome[0] is not None:
+            raise outcome[0]
+
+    # --- answers -----------------------------------------------------------------------------------------------
+
+    async def reply(
+        self,
+        status: int,
+        body: bytes,
+        headers: list[tuple[bytes, bytes]] | None = None,
+        content_type: bytes = b"application/json",
+    ) -> None:
+        length = (b"content-length", str(len(body)).encode())
+        await self._start(status, content_type, [length, *(headers or [])])
+        await self._send({"type": "http.response.body", "body": body})
+
+    async def reply_json(self, status: int, value: Any) -> None:
+        await self.reply(status, to_json(value))
+
+    async def reply_error(self, error: TandemError) -> None:
+        headers = []
+        if error.http_status in (429, 503):
+            seconds = max(1, math.ceil(error.retry_after_s or 1.0))
+            headers.append((b"retry-after", str(seconds).encode()))
+        if isinstance(error, RequestTooLarge):
+            headers.append((b"connection", b"close"))
+        await self.reply(error.http_status, error_body(error), headers)
+
+    async def start_events(self) -> None:
+        await self._start(200, b"text/event-stream", [(b"cache-control", b"no-cache")])
+
+    async def send_events(self, events: bytes) -> None:
+        await self._send({"type": "http.response.body", "body": events, "more_body": True})
+
+    async def end_events(self, events: bytes) -> None:
+        await self._send({"type": "http.response.body", "body": events, "more_body": False})
+
+    async def _start(
+        self, status: int, content_type: bytes, headers: list[tuple[bytes, bytes]]
+    ) -> None:
+        self.has_started = True
+        all_headers = [
+            (b"content-type", content_type),
+            (b"x-request-id", self.request_id.encode("latin-1")),
+            *headers,
+        ]
+        await self._send({"type": "http.response.start", "status": status, "headers": all_headers})
+
+
+class Endpoint:
+    """An ASGI application that answers one kind of request."""
+
+    def __init__(self, name: str, new_request_id: Callable[[], str]) -> None:
+        self.name = name
+        self._new_request_id = new_request_id
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        exchange = Exchange(scope, receive, send, self._new_request_id)
+        error: TandemError | None = None
+        try:
+            await self.answer(exchange, scope)
+        except ClientGone:
+            error = Cancelled("the client went away")
+        except TandemError as found:
+            error = found
+            await self._explain(exchange, found)
+        except Exception:
+            log.exception("%s failed, request %s", self.name, exchange.request_id)
+            error = InternalError("internal error; see the router's log")
+            await self._explain(exchange, error)
+        self.ended(error)
+
+    async def answer(self, exchange: Exchange, scope: Scope) -> None:
+        """Answers the request. Raises whatever the client must be told instead."""
+        raise NotImplementedError
+
+    def ended(self, error: TandemError | None) -> None:
+        """Called once per request, when all is said."""
+
+    async def _explain(self, exchange: Exchange, error: TandemError) -> None:
+        if exchange.has_started:
+            await exchange.end_events(error_event(error))
+        else:
+            await exchange.reply_error(error)
+
+
+def error_object(error: TandemError) -> dict[str, Any]:
+    fallback = "invalid_request_error" if error.http_status < 500 else "server_error"
+    kind = _TYPES.get(error.http_status, fallback)
+    return {
+        "error": {
+            "message": error.message,
+            "type": kind,
+            "param": error.param,
+            "code": error.code,
+        }
+    }
+
+
+def error_body(error: TandemError) -> bytes:
+    return to_json(error_object(error))
+
+
+def error_event(error: TandemError) -> bytes:
+    """In a stream: no finish_reason and no [DONE] follow it."""
+    return b"data: " + error_body(error) + b"\n\n"
+
+
+def to_json(value: Any) -> bytes:
+    """ASCII only: U+2028 and its like would split lines for some clients."""
+    return json.dumps(value, separators=(",", ":")).encode("ascii")

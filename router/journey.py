@@ -1,0 +1,368 @@
+"""One request from end to end: submit, admitted, route, prefilled, tokens, finish; and again when a worker is lost.
+
+A journey has legs. The first leg carries all outputs of the request. When a leg fails in a way that a retry can help,
+every output that has not finished goes on in a leg of its own: `prompt + tokens so far`, with the original prompt
+length, on another pair of workers. What the client sees is a pause; no token is lost or comes twice, because a leg
+that has failed is never listened to again. After `MAX_ATTEMPTS`, or `RECOVERY_S` without a worker, the error stands.
+
+`generation` starts a journey and reads its events; the session calls the legs (they are its sinks). All of it runs on
+the event loop and nothing here waits.
+"""
+
+import asyncio
+import dataclasses
+from collections.abc import Callable
+from enum import StrEnum
+
+from common.clock import Clock
+from common.errors import (
+    DeadlineExceeded,
+    DecodeFull,
+    DecodeLost,
+    Draining,
+    NotReady,
+    PageRefused,
+    PrefillLost,
+    PullFailed,
+    TandemError,
+)
+from common.messages import GenerateRequest, pack_tokens
+from common.types import FinishReason, TokenLogprobs
+from router.dispatch import Placement, Placing
+
+MAX_ATTEMPTS = 3
+RECOVERY_S = 10.0
+_RECOVERABLE = (DecodeLost, PrefillLost, PullFailed, PageRefused, Draining, DecodeFull)
+
+
+class Phase(StrEnum):
+    NEW = "new"
+    SUBMITTED = "submitted"
+    ADMITTED = "admitted"
+    PREFILLED = "prefilled"
+    ENDED = "ended"
+
+
+LEGAL = {
+    Phase.NEW: {Phase.SUBMITTED, Phase.ENDED},
+    Phase.SUBMITTED: {Phase.ADMITTED, Phase.PREFILLED, Phase.ENDED},
+    Phase.ADMITTED: {Phase.PREFILLED, Phase.ENDED},
+    Phase.PREFILLED: {Phase.ENDED},
+    Phase.ENDED: set(),
+}
+
+Event = tuple[int, int, int, FinishReason | None, TokenLogprobs | None]
+"""Prompt index, output index, token id, finish reason, logprobs."""
+
+
+class Inbox:
+    """Where the events of all journeys of one client call arrive. One reader, which wakes at most once per batch."""
+
+    def __init__(self) -> None:
+        self._events: list[Event] = []
+        self._error: TandemError | None = None
+        self._reader: asyncio.Future[None] | None = None
+
+    def put(self, event: Event) -> None:
+        self._events.append(event)
+        self._wake()
+
+    def fail(self, error: TandemError) -> None:
+        """The reader gets what came before, then `error`. The first error stands."""
+        if self._error is None:
+            self._error = error
+            self._wake()
+
+    async def take(self) -> list[Event]:
+        """Everything that has arrived, at least one event. Raises the error that ended a journey."""
+        while not self._events:
+            if self._error is not None:
+                raise self._error
+            self._reader = asyncio.get_running_loop().create_future()
+            try:
+                await self._reader
+            finally:
+                self._reader = None
+        events, self._events = self._events, []
+        return events
+
+    def _wake(self) -> None:
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
+
+
+@dataclasses.dataclass(slots=True)
+class _Output:
+    token_ids: list[int] = dataclasses.field(default_factory=list)
+    has_finished: bool = False
+
+
+class Journey:
+    def __init__(
+        self,
+        request: GenerateRequest,
+        *,
+        prompt_index: int,
+        inbox: Inbox,
+        dispatcher: Placing,
+        clock: Clock,
+        on_admitted: Callable[[], None],
+    ) -> None:
+        self._request = request
+        self._prompt_index = prompt_index
+        self._inbox = inbox
+        self._dispatcher = dispatcher
+        self._clock = clock
+        self._on_admitted = on_admitted
+        self._outputs = [_Output() for _ in range(request.sampling.n)]
+        self._legs: list[_Leg] = []
+        self._num_unfinished = request.sampling.n
+        self._num_attempts = 1
+        self._avoid: set[str] = set()
+        self._started_at = 0.0
+        self._timers: list[asyncio.TimerHandle] = []
+        self._has_ended = False
+        self.num_cached_tokens = 0
+        self.prefilled_at: float | None = None
+
+    def start(self) -> None:
+        """Raises NotReady when there is no worker to begin with."""
+        self._started_at = self._clock.now()
+        if self._request.deadline_s is not None:
+            self._call_later(self._request.deadline_s, self._expire)
+        leg = _Leg(self, self._request, list(range(len(self._outputs))))
+        if not self._place(leg):
+            self.stop()
+            raise NotReady("no worker is ready to take the request", retry_after_s=1.0)
+
+    def stop(self) -> None:
+        """Ends the journey in whatever phase it is: workers are told, nothing more is reported. Idempotent."""
+        self._has_ended = True
+        for timer in self._timers:
+            timer.cancel()
+        self._timers.clear()
+        self._dispatcher.do_not_call(self._retry)
+        legs, self._legs = self._legs, []
+        for leg in legs:
+            leg.end()
+
+    def finish_output(self, output_index: int) -> None:
+        """The router itself ended this output (a stop string): no more tokens are wanted for it."""
+        output = self._outputs[output_index]
+        if not output.has_finished:
+            output.has_finished = True
+            self._num_unfinished -= 1
+        if self._num_unfinished == 0:
+            self.stop()
+
+    @property
+    def num_retries(self) -> int:
+        return self._num_attempts - 1
+
+    @property
+    def avoid(self) -> set[str]:
+        """Incarnations that have failed this request."""
+        return self._avoid
+
+    # --- from legs ---------------------------------------------------------------------------------------------
+
+    def admitted(self) -> None:
+        self._on_admitted()
+
+    def prefilled(self, num_cached_tokens: int) -> None:
+        if self.prefilled_at is None:
+            self.prefilled_at = self._clock.now()
+            self.num_cached_tokens = min(num_cached_tokens, self._request.num_prompt_tokens)
+
+    def token(
+        self,
+        output_index: int,
+        token_id: int,
+        finish_reason: FinishReason | None,
+        logprobs: TokenLogprobs | None,
+    ) -> None:
+        output = self._outputs[output_index]
+        if output.has_finished:
+            return
+        output.token_ids.append(token_id)
+        if finish_reason is not None:
+            output.has_finished = True
+            self._num_unfinished -= 1
+        self._inbox.put((self._prompt_index, output_index, token_id, finish_reason, logprobs))
+        if self._num_unfinished == 0:
+            self.stop()
+
+    def leg_done(self, leg: "_Leg") -> bool:
+        return all(self._outputs[i].has_finished for i in leg.output_indices)
+
+    def leg_failed(self, leg: "_Leg", error: TandemError) -> None:
+        self._legs.remove(leg)
+        leg.end()
+        if not isinstance(error, _RECOVERABLE) or self._num_attempts >= MAX_ATTEMPTS:
+            self._fail(error)
+            return
+        self._num_attempts += 1
+        self._avoid.update(leg.suspects(error))
+        self._legs.extend(self._resume(leg))
+        self._retry()
+        if all(waiting.is_placed for waiting in self._legs):
+            return
+        if isinstance(error, DecodeFull):
+            self._fail(error)
+            return
+        self._dispatcher.call_on_change(self._retry)
+        self._call_later(RECOVERY_S, lambda: self._give_up(error))
+
+    # --- inside ------------------------------------------------------------------------------------------------
+
+    def _resume(self, failed: "_Leg") -> "list[_Leg]":
+        """Legs that carry on with what `failed` has not finished."""
+        unfinished = [i for i in failed.output_indices if not self._outputs[i].has_finished]
+        if not any(self._outputs[i].token_ids for i in unfinished) and len(unfinished) == len(
+            self._outputs
+        ):
+            return [_Leg(self, self._renamed(self._request, None), unfinished)]
+        return [_Leg(self, self._renamed(self._resubmission(i), i), [i]) for i in unfinished]
+
+    def _resubmission(self, output_index: int) -> GenerateRequest:
+        so_far = pack_tokens(self._outputs[output_index].token_ids)
+        return dataclasses.replace(
+            self._request,
+            token_ids=self._request.token_ids + so_far,
+            output_index=output_index,
+            sampling=dataclasses.replace(self._request.sampling, n=1),
+        )
+
+    def _renamed(self, request: GenerateRequest, output_index: int | None) -> GenerateRequest:
+        """The worker may still know the earlier attempt, so each attempt has an id of its own."""
+        suffix = "" if output_index is None else f".{output_index}"
+        deadline_s = request.deadline_s
+        if deadline_s is not None:
+            deadline_s = max(deadline_s - (self._clock.now() - self._started_at), 0.001)
+        return dataclasses.replace(
+            request,
+            request_id=f"{self._request.request_id}~{self._num_attempts}{suffix}",
+            deadline_s=deadline_s,
+        )
+
+    def _retry(self) -> None:
+        for leg in self._legs:
+            if not leg.is_placed:
+                self._place(leg)
+        if all(leg.is_placed for leg in self._legs):
+            self._dispatcher.do_not_call(self._retry)
+
+    def _place(self, leg: "_Leg") -> bool:
+        placement = self._dispatcher.submit(leg.request, leg, self._avoid)
+        if placement is None:
+            return False
+        leg.placed(placement)
+        if leg not in self._legs:
+            self._legs.append(leg)
+        return True
+
+    def _give_up(self, error: TandemError) -> None:
+        if any(not leg.is_placed for leg in self._legs):
+            self._fail(error)
+
+    def _expire(self) -> None:
+        limit = self._request.deadline_s
+        self._fail(DeadlineExceeded(f"the request took longer than its limit of {limit:g} s"))
+
+    def _fail(self, error: TandemError) -> None:
+        if not self._has_ended:
+            self.stop()
+            self._inbox.fail(error)
+
+    def _call_later(self, delay_s: float, callback: Callable[[], None]) -> None:
+        self._timers.append(asyncio.get_running_loop().call_later(delay_s, callback))
+
+
+class _Leg:
+    """One submission of some outputs: the sink that the session talks to."""
+
+    def __init__(
+        self, journey: Journey, request: GenerateRequest, output_indices: list[int]
+    ) -> None:
+        self.request = request
+        self.output_indices = output_indices
+        self._journey = journey
+        self._num_running = len(output_indices)
+        self._placement: Placement | None = None
+        self._prefill_incarnation: str | None = None
+        self._phase = Phase.NEW
+
+    @property
+    def is_placed(self) -> bool:
+        return self._phase is not Phase.NEW
+
+    def suspects(self, error: TandemError) -> list[str]:
+        """Incarnations that the next attempt should avoid. A lost worker is not in the fleet any more."""
+        assert self._placement is not None
+        if isinstance(error, DecodeFull | Draining):
+            return [self._placement.decode_incarnation]
+        if isinstance(error, DecodeLost) or self._prefill_incarnation is None:
+            return []
+        return [self._prefill_incarnation]
+
+    def placed(self, placement: Placement) -> None:
+        self._placement = placement
+        self._move(Phase.SUBMITTED)
+
+    def end(self) -> None:
+        """Idempotent. A worker that is still running outputs of this leg is told to stop."""
+        if self._phase is not Phase.ENDED:
+            self._move(Phase.ENDED)
+            if self._placement is not None:
+                self._placement.end(is_complete=self._num_running == 0)
+
+    # --- Sink --------------------------------------------------------------------------------------------------
+
+    def admitted(self, needs_route: bool) -> None:
+        if self._phase is not Phase.SUBMITTED:
+            return
+        self._move(Phase.ADMITTED)
+        self._journey.admitted()
+        if needs_route and self._placement is not None:
+            self._placement.route(self._journey.avoid)
+            self._prefill_incarnation = self._placement.prefill_incarnation
+
+    def prefill_done(self, num_cached_tokens: int) -> None:
+        if self._phase in (Phase.SUBMITTED, Phase.ADMITTED):
+            self._prefilled()
+            self._journey.prefilled(num_cached_tokens)
+
+    def token(
+        self,
+        output_index: int,
+        token_id: int,
+        finish_reason: FinishReason | None,
+        logprobs: TokenLogprobs | None,
+    ) -> None:
+        if self._phase is not Phase.PREFILLED:
+            if self._phase is Phase.ENDED:
+                return
+            self._prefilled()
+        if output_index not in self.output_indices:
+            return
+        if finish_reason is not None:
+            self._num_running -= 1
+        self._journey.token(output_index, token_id, finish_reason, logprobs)
+        if self._journey.leg_done(self):
+            self.end()
+
+    def failed(self, error: TandemError) -> None:
+        if self._phase is not Phase.ENDED:
+            self._num_running = 0
+            self._journey.leg_failed(self, error)
+
+    def _prefilled(self) -> None:
+        if self._phase is Phase.SUBMITTED:
+            self._journey.admitted()
+        self._move(Phase.PREFILLED)
+        assert self._placement is not None
+        self._placement.prefilled()
+
+    def _move(self, to: Phase) -> None:
+        assert to in LEGAL[self._phase], (self._phase, to)
+        self._phase = to

@@ -1,0 +1,78 @@
+"""What the router measures: requests by outcome, the clients' latencies, tokens, and the fleet.
+
+Each request is counted once, by how it ended: `success`, `abort` (the client went away), `rejected` (its own fault or
+no room: 4xx) or `error` (5xx). TTFT has one entry per request that got a token. Token counters count what was
+generated, also for requests that were aborted later. One registry per object, so several routers fit in a process.
+"""
+
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.metrics_core import GaugeMetricFamily, Metric
+
+from common.types import Role
+from router.admission import Admission
+from router.fleet import Fleet
+
+_SECONDS = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
+    *(1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0),
+)
+
+
+class RouterMetrics:
+    def __init__(self, fleet: Fleet, admission: Admission) -> None:
+        self.registry = CollectorRegistry()
+        self.requests = self._counter(
+            "requests", "Requests by endpoint and how they ended", ("endpoint", "outcome")
+        )
+        self.errors = self._counter("errors", "Errors answered, by code", ("code",))
+        self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of accepted requests")
+        self.output_tokens = self._counter("output_tokens", "Tokens received from workers")
+        self.retries = self._counter("retries", "Resubmissions after a worker was lost")
+        self.ttft = self._histogram(
+            "time_to_first_token_seconds", "From a request's arrival to its first token"
+        )
+        self.itl = self._histogram(
+            "inter_token_latency_seconds", "Gap between two tokens of one output"
+        )
+        self.tpot = self._histogram(
+            "time_per_output_token_seconds", "Mean gap of the tokens of a finished request"
+        )
+        self.queue = self._histogram(
+            "queue_seconds", "From a request's arrival until a decode worker has room for it"
+        )
+        self.e2e = self._histogram("request_seconds", "From arrival to the end of the answer")
+        running = self._gauge("requests_running", "Outputs that a decode worker has room for")
+        running.set_function(lambda: admission.num_running)
+        waiting = self._gauge("requests_waiting", "Outputs that wait for a decode worker")
+        waiting.set_function(lambda: admission.num_waiting)
+        self.registry.register(_FleetCollector(fleet))
+
+    def _counter(self, name: str, text: str, labels: tuple[str, ...] = ()) -> Counter:
+        return Counter(f"tandem_router_{name}", text, labels, registry=self.registry)
+
+    def _gauge(self, name: str, text: str) -> Gauge:
+        return Gauge(f"tandem_router_{name}", text, registry=self.registry)
+
+    def _histogram(self, name: str, text: str) -> Histogram:
+        return Histogram(f"tandem_router_{name}", text, buckets=_SECONDS, registry=self.registry)
+
+
+class _FleetCollector:
+    """Workers by role and state, read at each scrape."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+
+    def collect(self) -> Iterator[Metric]:
+        workers = GaugeMetricFamily(
+            "tandem_router_workers", "Workers that answer", labels=("role", "state")
+        )
+        counts = {(role, state): 0 for role in Role for state in ("ready", "draining", "excluded")}
+        for worker in self._fleet.linked():
+            state = "ready" if self._fleet.excluded(worker) is None else "excluded"
+            counts[worker.state.role, "draining" if worker.state.draining else state] += 1
+        for (role, state), count in counts.items():
+            workers.add_metric((role.value, state), count)
+        yield workers

@@ -1,0 +1,234 @@
+"""The parameters of a request: from the fields a client sent to `Options`, with every range checked.
+
+HTTP and gRPC requests pass through the same readers, so one set of rules (docs/api.md) holds for both.
+"""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from common.errors import InvalidRequest, UnsupportedParameter
+from common.types import SamplingParams
+from router.fields import Fields
+from router.stop import StopSet
+
+MAX_N = 128
+MAX_OUTPUTS = 1024
+MAX_STOPS = 1024
+MAX_STOP_CHARS = 32_768
+MAX_STOP_TOKEN_IDS = 1024
+MAX_LOGPROBS = 20
+MIN_REPETITION_PENALTY = 0.01
+_INT64 = 2**63
+
+_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "add_special_tokens": (),
+    "allowed_token_ids": ([],),
+    "bad_words": ([],),
+    "cache_salt": ("",),
+    "early_stopping": (False,),
+    "guided_choice": (),
+    "guided_decoding_backend": (),
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "kv_transfer_params": (),
+    "length_penalty": (1, 1.0),
+    "logits_processors": ([],),
+    "priority": (0,),
+    "prompt_logprobs": (),
+    "response_format": ({"type": "text"},),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "service_tier": ("auto", "default"),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "store": (False,),
+    "structured_outputs": (),
+    "truncate_prompt_tokens": (),
+    "typical_p": (1, 1.0),
+    "use_beam_search": (False,),
+}
+_UNSUPPORTED_CHAT: dict[str, tuple[Any, ...]] = {
+    "audio": (),
+    "chat_template": (),
+    "continue_final_message": (False,),
+    "documents": ([],),
+    "echo": (False,),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "modalities": (["text"],),
+    "parallel_tool_calls": (True, False),
+    "prediction": (),
+    "reasoning_effort": (),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "verbosity": (),
+    "web_search_options": (),
+}
+_UNSUPPORTED_COMPLETION: dict[str, tuple[Any, ...]] = {"echo": (False,), "suffix": ("",)}
+_IDENTIFIERS = ("user", "safety_identifier", "prompt_cache_key")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What a client asked for. `max_tokens` None: the endpoint's default; `seed` None: one is drawn."""
+
+    sampling: SamplingParams
+    max_tokens: int | None
+    seed: int | None
+    stops: StopSet | None
+    include_stop: bool
+    stream: bool
+    include_usage: bool
+
+    def sampling_for(self, max_tokens: int, seed: int) -> SamplingParams:
+        return dataclasses.replace(self.sampling, max_tokens=max_tokens, seed=seed)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Vocabulary:
+    """What the readers must know of the model."""
+
+    size: int
+    eos_token_ids: tuple[int, ...]
+
+
+def read_chat_options(fields: Fields, vocabulary: Vocabulary) -> Options:
+    has_logprobs = fields.boolean("logprobs", False)
+    num_top = fields.integer("top_logprobs", 0, MAX_LOGPROBS)
+    if num_top is not None and not has_logprobs:
+        raise InvalidRequest("top_logprobs needs logprobs to be true", param="top_logprobs")
+    newer = fields.integer("max_completion_tokens", 1, _INT64)
+    older = fields.integer("max_tokens", 1, _INT64)
+    return _read(
+        fields,
+        vocabulary,
+        logprobs=(num_top or 0) if has_logprobs else None,
+        max_tokens=older if newer is None else newer,
+        unsupported=_UNSUPPORTED | _UNSUPPORTED_CHAT,
+    )
+
+
+def read_completion_options(fields: Fields, vocabulary: Vocabulary) -> Options:
+    return _read(
+        fields,
+        vocabulary,
+        logprobs=fields.integer("logprobs", 0, MAX_LOGPROBS),
+        max_tokens=fields.integer("max_tokens", 1, _INT64),
+        unsupported=_UNSUPPORTED | _UNSUPPORTED_COMPLETION,
+    )
+
+
+def _read(
+    fields: Fields,
+    vocabulary: Vocabulary,
+    *,
+    logprobs: int | None,
+    max_tokens: int | None,
+    unsupported: dict[str, tuple[Any, ...]],
+) -> Options:
+    n = fields.integer("n", 1, MAX_N) or 1
+    stream = fields.boolean("stream", False)
+    min_tokens = fields.integer("min_tokens", 0, _INT64 - 1) or 0
+    if max_tokens is not None and min_tokens > max_tokens:
+        raise fields.wrong("min_tokens", f"must not exceed max_tokens ({max_tokens})", min_tokens)
+    for name in _IDENTIFIERS:
+        fields.text(name)
+    fields.object("metadata")
+    _refuse_best_of(fields, n)
+    for name, neutral in unsupported.items():
+        fields.unsupported(name, neutral)
+    sampling = SamplingParams(
+        max_tokens=0,
+        temperature=fields.number("temperature", 1.0, 0.0, 2.0),
+        top_p=fields.number("top_p", 1.0, 0.0, 1.0, is_low_open=True),
+        top_k=_top_k(fields, vocabulary),
+        min_p=fields.number("min_p", 0.0, 0.0, 1.0),
+        presence_penalty=fields.number("presence_penalty", 0.0, -2.0, 2.0),
+        frequency_penalty=fields.number("frequency_penalty", 0.0, -2.0, 2.0),
+        repetition_penalty=fields.number("repetition_penalty", 1.0, MIN_REPETITION_PENALTY, 2.0),
+        logit_bias=_logit_bias(fields, vocabulary),
+        min_tokens=min_tokens,
+        stop_token_ids=_stop_token_ids(fields, vocabulary),
+        logprobs=logprobs,
+        n=n,
+    )
+    return Options(
+        sampling=sampling,
+        max_tokens=max_tokens,
+        seed=fields.integer("seed", -_INT64, 2 * _INT64 - 1),
+        stops=_stops(fields),
+        include_stop=fields.boolean("include_stop_str_in_output", False),
+        stream=stream,
+        include_usage=_include_usage(fields, stream),
+    )
+
+
+def _refuse_best_of(fields: Fields, n: int) -> None:
+    best_of = fields.integer("best_of", 1, MAX_N)
+    if best_of is not None and best_of < n:
+        raise fields.wrong("best_of", f"must be at least n ({n})", best_of)
+    if best_of is not None and best_of > n:
+        raise UnsupportedParameter(
+            "best_of above n is not supported by this server", param="best_of"
+        )
+
+
+def _top_k(fields: Fields, vocabulary: Vocabulary) -> int:
+    """0 and -1 are off; as many as there are is off too."""
+    top_k = fields.integer("top_k", -1, _INT64 - 1) or 0
+    return top_k if 0 < top_k < vocabulary.size else 0
+
+
+def _logit_bias(fields: Fields, vocabulary: Vocabulary) -> tuple[tuple[int, float], ...]:
+    given = fields.object("logit_bias") or {}
+    found = []
+    for key, value in given.items():
+        is_integer = key.isascii() and key.isdigit() and len(key) < 20 and str(int(key)) == key
+        if not is_integer or int(key) >= vocabulary.size:
+            raise fields.wrong("logit_bias", f"keys must be token ids below {vocabulary.size}", key)
+        found.append((int(key), fields.checked_number("logit_bias", value, -100.0, 100.0)))
+    return tuple(found)
+
+
+def _stop_token_ids(fields: Fields, vocabulary: Vocabulary) -> tuple[int, ...]:
+    given = fields.take("stop_token_ids")
+    ids = [] if given is None else fields.token_ids("stop_token_ids", given, vocabulary.size)
+    if len(ids) > MAX_STOP_TOKEN_IDS:
+        raise fields.wrong(
+            "stop_token_ids", f"must hold at most {MAX_STOP_TOKEN_IDS} ids", len(ids)
+        )
+    ignore_eos = fields.boolean("ignore_eos", False)
+    return tuple(dict.fromkeys([*ids, *(() if ignore_eos else vocabulary.eos_token_ids)]))
+
+
+def _stops(fields: Fields) -> StopSet | None:
+    given = fields.take("stop")
+    if given is None or given == []:
+        return None
+    stops = [given] if isinstance(given, str) else given
+    if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
+        raise fields.wrong("stop", "must be a string or a list of strings", given)
+    if not all(stops):
+        raise fields.wrong("stop", "must not hold an empty string", given)
+    if len(stops) > MAX_STOPS:
+        raise fields.wrong("stop", f"must hold at most {MAX_STOPS} strings", len(stops))
+    num_chars = sum(map(len, stops))
+    if num_chars > MAX_STOP_CHARS:
+        raise fields.wrong("stop", f"must have at most {MAX_STOP_CHARS} characters", num_chars)
+    return StopSet(stops)
+
+
+def _include_usage(fields: Fields, stream: bool) -> bool:
+    given = fields.object("stream_options")
+    if given is None:
+        return False
+    if not stream:
+        raise InvalidRequest("stream_options needs stream to be true", param="stream_options")
+    options = Fields(given, "stream_options.")
+    include_usage = options.boolean("include_usage", False)
+    options.unsupported("continuous_usage_stats", (False,))
+    options.unsupported("include_obfuscation", (False,))
+    options.finish()
+    return include_usage

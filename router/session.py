@@ -1,0 +1,154 @@
+"""One session: the stream between this router and one life of a decode worker.
+
+Requests go in by `submit`, `route` and `cancel` (none of them waits); what comes back is handed to the request's sink.
+The session is the lease of its requests: when the stream ends, each of them fails with `DecodeLost`.
+`discovery` opens sessions and runs them; `dispatch` finds them by worker.
+"""
+
+import asyncio
+from collections.abc import Callable
+from typing import Protocol
+
+import anyio
+
+from common.errors import DecodeLost, MalformedMessage, TandemError
+from common.messages import (
+    Admitted,
+    Cancel,
+    Failed,
+    GenerateRequest,
+    Hello,
+    PrefillDone,
+    Route,
+    Submit,
+    TokenBatch,
+)
+from common.rpc import Stream
+from common.types import FinishReason, RequestId, TokenLogprobs
+
+
+class Sink(Protocol):
+    """Where the news of one submitted request go. After `failed` nothing else comes."""
+
+    def admitted(self, needs_route: bool) -> None: ...
+
+    def prefill_done(self, num_cached_tokens: int) -> None: ...
+
+    def token(
+        self,
+        output_index: int,
+        token_id: int,
+        finish_reason: FinishReason | None,
+        logprobs: TokenLogprobs | None,
+    ) -> None: ...
+
+    def failed(self, error: TandemError) -> None: ...
+
+
+class Session:
+    def __init__(self, stream: Stream, address: str) -> None:
+        self._stream = stream
+        self._address = address
+        self._sinks: dict[RequestId, Sink] = {}
+        self._outbox: asyncio.Queue[object] = asyncio.Queue()
+        self._has_ended = False
+
+    def submit(self, request: GenerateRequest, sink: Sink) -> None:
+        """Raises DecodeLost when the session has ended."""
+        if self._has_ended:
+            raise DecodeLost(f"decode worker {self._address} is gone")
+        assert request.request_id not in self._sinks
+        self._sinks[request.request_id] = sink
+        self._outbox.put_nowait(Submit(request=request))
+
+    def route(self, request_id: RequestId, prefill: str | None, incarnation: str | None) -> None:
+        if request_id in self._sinks:
+            self._outbox.put_nowait(
+                Route(request_id=request_id, prefill=prefill, incarnation=incarnation)
+            )
+
+    def cancel(self, request_id: RequestId) -> None:
+        """The request is not wanted any more. Harmless when it has ended."""
+        if self._sinks.pop(request_id, None) is not None:
+            self._outbox.put_nowait(Cancel(request_id=request_id))
+
+    def forget(self, request_id: RequestId) -> None:
+        """The request has ended by itself: all its outputs have finished."""
+        self._sinks.pop(request_id, None)
+
+    async def run(self, hello: Hello, on_end: Callable[[], None]) -> None:
+        """Until the stream ends. Raises what ended it (a clean end is `DecodeLost` too).
+
+        `on_end` is called before the requests learn of the end, so that none of them comes back here.
+        """
+        error: TandemError = DecodeLost(f"decode worker {self._address} closed the session")
+        try:
+            await self._stream.send(hello)
+            async with anyio.create_task_group() as group:
+                group.start_soon(self._write)
+                await self._read()
+                group.cancel_scope.cancel()
+        except* TandemError as found:
+            error = _first(found)
+        finally:
+            self._stream.cancel()
+            self._has_ended = True
+            on_end()
+            self._fail_all(error)
+        raise error
+
+    def _fail_all(self, error: TandemError) -> None:
+        sinks, self._sinks = list(self._sinks.values()), {}
+        for sink in sinks:
+            sink.failed(DecodeLost(f"decode worker {self._address} was lost: {error.message}"))
+
+    async def _write(self) -> None:
+        while True:
+            await self._stream.send(await self._outbox.get())
+
+    async def _read(self) -> None:
+        while True:
+            message = await self._stream.receive()
+            if message is None:
+                return
+            self._deliver(message)
+
+    def _deliver(self, message: object) -> None:
+        sinks = self._sinks
+        match message:
+            case TokenBatch():
+                self._deliver_tokens(message)
+            case Admitted(request_id=request_id, needs_route=needs_route):
+                if request_id in sinks:
+                    sinks[request_id].admitted(needs_route)
+            case PrefillDone(request_id=request_id, num_cached_tokens=num_cached_tokens):
+                if request_id in sinks:
+                    sinks[request_id].prefill_done(num_cached_tokens)
+            case Failed(request_id=request_id):
+                sink = sinks.pop(request_id, None)
+                if sink is not None:
+                    sink.failed(message.error())
+            case _:
+                raise MalformedMessage(f"a decode worker does not send {type(message).__name__}")
+
+    def _deliver_tokens(self, batch: TokenBatch) -> None:
+        num_rows = len(batch.request_ids)
+        columns = (batch.output_indices, batch.token_ids, batch.finish_reasons)
+        if any(len(column) != num_rows for column in columns):
+            raise MalformedMessage("the columns of a TokenBatch differ in length")
+        logprobs = batch.logprobs or (None,) * num_rows
+        sinks = self._sinks
+        for request_id, index, token_id, finish, entry in zip(
+            batch.request_ids, *columns, logprobs, strict=True
+        ):
+            sink = sinks.get(request_id)
+            if sink is not None:
+                sink.token(index, token_id, finish, entry)
+
+
+def _first(group: BaseExceptionGroup[TandemError]) -> TandemError:
+    found: BaseException = group
+    while isinstance(found, BaseExceptionGroup):
+        found = found.exceptions[0]
+    assert isinstance(found, TandemError)
+    return found

@@ -1,0 +1,181 @@
+"""Text and chats to token ids, by the model's tokenizer.json.
+
+Text of a completion is encoded once, with the special tokens that tokenizer.json's post-processor adds, and control
+tokens written in it count (prompts are often templated by the client). A chat is rendered by the model's template and
+encoded as transformers does, except that control tokens inside the client's own words (`<|im_end|>` in a message)
+are encoded as plain text, as transformers' `sanitize_control_tokens` does: nobody can speak as somebody else.
+
+Long texts are encoded in a thread, which lets go of the interpreter; texts that cannot possibly fit the context are
+refused by their size before that.
+"""
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import anyio
+import anyio.to_thread
+from tokenizers import Tokenizer as HfTokenizer
+
+from common.errors import ConfigError, ContextLengthExceeded, InvalidRequest
+from router.chat_template import ChatTemplate, Message, load_chat_template
+from router.detokenizer import Detokenizer, TokenTexts
+
+_THREAD_FROM_CHARS = 2_000
+_MARKERS = "".join(map(chr, range(0xE000, 0xE100)))
+"""Private-use characters; two that a chat does not contain mark control tokens in it."""
+
+
+class Tokenizer:
+    def __init__(
+        self, tokenizer: HfTokenizer, plain: HfTokenizer, texts: TokenTexts, template: ChatTemplate
+    ) -> None:
+        """`plain` is the same tokenizer with `encode_special_tokens` on: it knows no control tokens."""
+        self._tokenizer = tokenizer
+        self._plain = plain
+        self.texts = texts
+        self.template = template
+        added = tokenizer.get_added_tokens_decoder().values()
+        self._control = sorted((t.content for t in added if t.special), key=len, reverse=True)
+        self._control_pattern = re.compile("|".join(map(re.escape, self._control)) or "(?!)")
+        self._max_token_bytes = texts.max_bytes
+        self._threads: anyio.CapacityLimiter | None = None
+
+    async def encode(
+        self, text: str, max_tokens: int, *, add_special_tokens: bool = True
+    ) -> list[int]:
+        """Token ids of `text`. Raises ContextLengthExceeded when it must be longer than `max_tokens`."""
+        self._check_size(text, max_tokens)
+        return await self._run(len(text), lambda: self._encode(text, add_special_tokens))
+
+    async def encode_chat(
+        self,
+        messages: list[Message],
+        max_tokens: int,
+        *,
+        add_generation_prompt: bool = True,
+        variables: dict[str, Any] | None = None,
+    ) -> list[int]:
+        """Token ids of a chat. Raises InvalidRequest with the template's reason."""
+        num_chars = sum(len(str(m.get("content"))) for m in messages)
+
+        def work() -> list[int]:
+            given, control = {"messages": messages} | (variables or {}), None
+            if self._has_control(given):
+                control = _Marked.around(given, self._control_pattern)
+                given = control.marked
+            text = self.template.render(add_generation_prompt=add_generation_prompt, **given)
+            self._check_size(text, max_tokens)
+            if control is None:
+                return self._encode(text, False)
+            return self._encode_marked(control, text)
+
+        if num_chars > max_tokens * self._max_token_bytes:
+            raise _too_long(num_chars, self._max_token_bytes, max_tokens)
+        return await self._run(num_chars, work)
+
+    def decode(self, token_ids: list[int]) -> str:
+        detokenizer = Detokenizer(self.texts)
+        return "".join([*map(detokenizer.push, token_ids), detokenizer.flush()])
+
+    def _check_size(self, text: str, max_tokens: int) -> None:
+        try:
+            num_bytes = len(text.encode())
+        except UnicodeEncodeError:
+            raise InvalidRequest(
+                "the text holds half of a surrogate pair", param="prompt"
+            ) from None
+        if num_bytes > max_tokens * self._max_token_bytes:
+            raise _too_long(num_bytes, self._max_token_bytes, max_tokens)
+
+    async def _run(self, num_chars: int, work: Callable[[], list[int]]) -> list[int]:
+        if num_chars < _THREAD_FROM_CHARS:
+            return work()
+        if self._threads is None:
+            self._threads = anyio.CapacityLimiter(2)
+        return await anyio.to_thread.run_sync(work, limiter=self._threads)
+
+    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        # the batch call is the one that lets go of the interpreter lock
+        (encoding,) = self._tokenizer.encode_batch_fast(
+            [text], add_special_tokens=add_special_tokens
+        )
+        return list(encoding.ids)
+
+    def _has_control(self, value: Any) -> bool:
+        if isinstance(value, str):
+            return self._control_pattern.search(value) is not None
+        if isinstance(value, dict):
+            return any(map(self._has_control, value.values()))
+        return isinstance(value, list) and any(map(self._has_control, value))
+
+    def _encode_marked(self, control: "_Marked", text: str) -> list[int]:
+        """`text` with its marked control tokens as plain text. Pieces are encoded apart, as transformers does."""
+        first, *others = control.split(text)
+        token_ids = self._encode(first or "", False)
+        for number, piece in enumerate(others, start=1):
+            if piece:
+                tokenizer = self._plain if number % 2 else self._tokenizer
+                token_ids += self._encode_inner(tokenizer, piece)
+        return token_ids
+
+    def _encode_inner(self, tokenizer: HfTokenizer, piece: str) -> list[int]:
+        """Encoded after a newline, which is taken away again: some tokenizers add a space at the very start."""
+        newline = self._encode("\n", False)
+        token_ids = list(tokenizer.encode("\n" + piece, add_special_tokens=False).ids)
+        if token_ids[: len(newline)] == newline:
+            return token_ids[len(newline) :]
+        return list(tokenizer.encode(piece, add_special_tokens=False).ids)
+
+
+class _Marked:
+    """A chat whose control tokens are wrapped in two characters that occur nowhere else in it."""
+
+    def __init__(self, marked: dict[str, Any], pattern: re.Pattern[str]) -> None:
+        self.marked = marked
+        self._pattern = pattern
+
+    @classmethod
+    def around(cls, chat: dict[str, Any], control: re.Pattern[str]) -> "_Marked":
+        used = set(json.dumps(chat, ensure_ascii=False))
+        start, end = [c for c in _MARKERS if c not in used][:2]
+
+        def mark(value: Any) -> Any:
+            if isinstance(value, str):
+                return control.sub(f"{start}\\g<0>{end}", value)
+            if isinstance(value, dict):
+                return {key: mark(inner) for key, inner in value.items()}
+            return [mark(inner) for inner in value] if isinstance(value, list) else value
+
+        return cls(mark(chat), re.compile(f"{start}({control.pattern}){end}|[{start}{end}]"))
+
+    def split(self, text: str) -> list[str | None]:
+        """Text, marked token, text, ...; a template may have cut a mark in half, then the token is None."""
+        return self._pattern.split(text)
+
+
+def load_tokenizer(directory: Path, chat_template: Path | None = None) -> Tokenizer:
+    """Raises ConfigError, or UnsupportedModel for a decoder that is not known."""
+    path = directory / "tokenizer.json"
+    try:
+        source = path.read_text(encoding="utf-8")
+        tokenizer = HfTokenizer.from_str(source)
+        plain = HfTokenizer.from_str(source)
+    except Exception as error:  # the library raises plain exceptions of its own
+        raise ConfigError(f"cannot read the tokenizer {path}: {error}") from None
+    for each in (tokenizer, plain):
+        each.no_padding()
+        each.no_truncation()
+    plain.encode_special_tokens = True
+    texts = TokenTexts.of(json.loads(source), tokenizer.get_vocab(with_added_tokens=True))
+    return Tokenizer(tokenizer, plain, texts, load_chat_template(directory, chat_template))
+
+
+def _too_long(num_bytes: int, max_token_bytes: int, max_tokens: int) -> ContextLengthExceeded:
+    return ContextLengthExceeded(
+        f"the prompt has {num_bytes} bytes and so at least {-(-num_bytes // max_token_bytes)} tokens; "
+        f"the context holds {max_tokens}",
+        param="prompt",
+    )

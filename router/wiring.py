@@ -1,0 +1,126 @@
+"""A router put together: `open_router` binds every address, `Router.run` serves until told to stop.
+
+`__main__` runs one per process; tests run as many as they like.
+"""
+
+import logging
+import random
+import socket
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import anyio
+
+from common.clock import Clock, MonotonicClock
+from common.config import RouterConfig
+from common.model_config import ModelConfig
+from common.rpc import Connect, connect
+from common.worker_metrics import MetricsServer, serve_metrics
+from router.admission import Admission
+from router.discovery import Discovery
+from router.dispatch import Dispatcher
+from router.fleet import Fleet
+from router.generation import TextService
+from router.grpc_front import GrpcFront, open_grpc
+from router.http_app import HttpServer, listen, make_app, make_server
+from router.metrics import RouterMetrics
+from router.routing import LeastLoaded
+from router.tokenizer import load_tokenizer
+
+log = logging.getLogger(__name__)
+
+MAX_BODY_BYTES = 8 * 1024 * 1024
+"""Largest request, over HTTP and gRPC: a context of a million tokens as text fits."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Router:
+    """Listens on all its ports; nothing is served before `run`."""
+
+    config: RouterConfig
+    service: TextService
+    discovery: Discovery
+    http_socket: socket.socket
+    http_server: HttpServer
+    metrics_server: MetricsServer
+    grpc_front: GrpcFront | None
+
+    @property
+    def http_port(self) -> int:
+        port: int = self.http_socket.getsockname()[1]
+        return port
+
+    async def run(self, stop: anyio.Event) -> None:
+        """Until `stop`; then what runs may finish for `drain_s`, and nothing new is taken."""
+        try:
+            async with anyio.create_task_group() as group:
+                group.start_soon(self.discovery.run)
+                group.start_soon(self.http_server.serve, [self.http_socket])
+                if self.grpc_front is not None:
+                    await self.grpc_front.start()
+                log.info("listening on http://%s", self.config.http)
+                await stop.wait()
+                await self._drain()
+                if self.grpc_front is not None:
+                    await self.grpc_front.stop()
+                group.cancel_scope.cancel()
+        finally:
+            self.http_socket.close()
+            self.metrics_server.close()
+
+    async def _drain(self) -> None:
+        admission, bound_s = self.service.admission, self.config.drain_s
+        log.info("draining for at most %g s", bound_s)
+        admission.drain()
+        with anyio.move_on_after(bound_s) as bound:
+            await admission.drained.wait()
+        if bound.cancelled_caught:
+            log.warning("still busy after %g s: ending what runs", bound_s)
+        await self.http_server.drain()
+
+
+async def open_router(
+    config: RouterConfig, *, connect: Connect = connect, clock: Clock | None = None
+) -> Router:
+    """Raises ConfigError when the model directory or an address is no good."""
+    model = ModelConfig.load(config.model)
+    directory = Path(config.model)
+    template = None if config.chat_template is None else Path(config.chat_template)
+    tokenizer = load_tokenizer(directory, template)
+    draw_bits = random.SystemRandom().getrandbits
+    fleet = Fleet()
+    admission = Admission(config.max_waiting)
+    metrics = RouterMetrics(fleet, admission)
+    dispatcher = Dispatcher(fleet, LeastLoaded())
+    service = TextService(
+        model_name=config.served_model_name or directory.resolve().name,
+        model=model,
+        tokenizer=tokenizer,
+        fleet=fleet,
+        dispatcher=dispatcher,
+        admission=admission,
+        metrics=metrics,
+        clock=clock or MonotonicClock(),
+        request_timeout_s=config.request_timeout_s,
+        wall_time=time.time,
+        draw_bits=draw_bits,
+    )
+    discovery = Discovery(
+        (*config.decode, *config.prefill),
+        fleet=fleet,
+        dispatcher=dispatcher,
+        connect=connect,
+        router_id=f"{draw_bits(64):016x}",
+    )
+    http_socket = listen(config.http, "--http")
+    metrics_server = serve_metrics(config.metrics, metrics.registry)
+    return Router(
+        config=config,
+        service=service,
+        discovery=discovery,
+        http_socket=http_socket,
+        http_server=make_server(make_app(service, MAX_BODY_BYTES)),
+        metrics_server=metrics_server,
+        grpc_front=None if config.grpc is None else open_grpc(config.grpc, service, MAX_BODY_BYTES),
+    )
