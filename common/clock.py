@@ -1,4 +1,6 @@
-"""Time as an argument: shells read a `Clock` and pass instants on; nothing else knows what time it is."""
+"""Time as an argument: shells read a `Clock` and pass instants on; nothing else knows what time it
+is.
+"""
 
 import time
 from typing import Protocol

@@ -1,7 +1,8 @@
-"""One error tree. Each leaf knows its answer: code, HTTP status, gRPC status, whether a retry can help.
+"""One error tree. Each leaf knows its answer: code, HTTP status, gRPC status, whether a retry can
+help.
 
-Foreign exceptions are translated at the seam that meets them. An error crosses a process as its code and
-message (`to_wire`, `from_wire`) and is the same class again on the other side.
+Foreign exceptions are translated at the seam that meets them. An error crosses a process as its
+code and message (`to_wire`, `from_wire`) and is the same class again on the other side.
 """
 
 from typing import ClassVar
@@ -16,7 +17,9 @@ class TandemError(Exception):
     can_retry: ClassVar[bool] = False
     """True when the very same request may succeed elsewhere or later."""
 
-    def __init__(self, message: str, *, param: str | None = None, retry_after_s: float | None = None) -> None:
+    def __init__(
+        self, message: str, *, param: str | None = None, retry_after_s: float | None = None
+    ) -> None:
         super().__init__(message)
         self.message = message
         self.param = param
@@ -128,7 +131,9 @@ class PullFailed(TandemError):
 
 
 class PageRefused(TandemError):
-    """A page that arrived is not the page that was asked for (stale, torn or foreign), again and again."""
+    """A page that arrived is not the page that was asked for (stale, torn or foreign), again and
+    again.
+    """
 
     code = "page_refused"
     http_status = 503

@@ -1,7 +1,7 @@
 """Life-cycle events of requests and pages: one JSON line each, in a file the operator names.
 
-Instants are the machine's monotonic clock, so lines of processes on one machine can be merged. Without a file events
-cost one call and are dropped.
+Instants are the machine's monotonic clock, so lines of processes on one machine can be merged.
+Without a file events cost one call and are dropped.
 """
 
 import json

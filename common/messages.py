@@ -1,8 +1,11 @@
-"""Everything that processes say to each other. Nouns; durations, never instants; token lists as int32 bytes.
+"""Everything that processes say to each other. Nouns; durations, never instants; token lists as
+int32 bytes.
 
     router  --Watch-->   worker          Watch, then WorkerState whenever it changes
-    router  <-Session->  decode worker   Hello; Submit, Route, Cancel  ->  <-  Admitted, PrefillDone, TokenBatch, Failed
-    decode  <-Handoff->  prefill worker  HandoffRequest, PagesTaken, half-close  ->  <-  PagesReady, FirstTokens, Failed
+    router  <-Session->  decode worker   -> Hello, Submit, Route, Cancel
+                                         <- Admitted, PrefillDone, TokenBatch, Failed
+    decode  <-Handoff->  prefill worker  -> HandoffRequest, PagesTaken, half-close
+                                         <- PagesReady, FirstTokens
     decode  --Link-->    prefill worker  LinkRequest  ->  <-  LinkReply
 
 KV pages never travel here: pages are named here and moved by NIXL.
@@ -33,10 +36,11 @@ def unpack_tokens(data: bytes) -> NDArray[np.int32]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateRequest:
-    """One request as workers know it. A resubmission carries the tokens generated so far in `token_ids`.
+    """One request as workers know it. A resubmission carries the tokens generated so far in
+    `token_ids`.
 
-    `num_prompt_tokens` is the length of the original prompt. `output_index` is the index of the first output that
-    this request stands for (0, unless a single output of n > 1 is resubmitted).
+    `num_prompt_tokens` is the length of the original prompt. `output_index` is the index of the
+    first output that this request stands for (0, unless a single output of n > 1 is resubmitted).
     """
 
     request_id: RequestId
@@ -51,7 +55,7 @@ class GenerateRequest:
     """Time since the router first saw the request; older ones are evicted last."""
 
 
-# --- Watch -----------------------------------------------------------------------------------------------------
+# --- Watch ----------------------------------------------------------------------------------------
 
 
 @wire_message
@@ -94,13 +98,15 @@ class WorkerState:
     protocol: int = PROTOCOL_VERSION
 
 
-# --- Session ---------------------------------------------------------------------------------------------------
+# --- Session --------------------------------------------------------------------------------------
 
 
 @wire_message
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hello:
-    """First message of a session: which router this is, and which life of the worker it means to talk to."""
+    """First message of a session: which router this is, and which life of the worker it means to
+    talk to.
+    """
 
     router_id: str
     incarnation: str
@@ -116,10 +122,11 @@ class Submit:
 @wire_message
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Admitted:
-    """The decode worker has blocks for the prompt. `num_cached_tokens` of it are in its own prefix cache.
+    """The decode worker has blocks for the prompt. `num_cached_tokens` of it are in its own prefix
+    cache.
 
-    The router answers with a Route, unless `needs_route` is false (nothing is left worth a hand-off, or the
-    worker is colocated): then it prefills by itself.
+    The router answers with a Route, unless `needs_route` is false (nothing is left worth a
+    hand-off, or the worker is colocated): then it prefills by itself.
     """
 
     request_id: RequestId
@@ -130,7 +137,9 @@ class Admitted:
 @wire_message
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Route:
-    """Where the prompt is computed: the address of a prefill worker and its incarnation; None: locally."""
+    """Where the prompt is computed: the address of a prefill worker and its incarnation; None:
+    locally.
+    """
 
     request_id: RequestId
     prefill: str | None
@@ -146,7 +155,9 @@ class Cancel:
 @wire_message
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillDone:
-    """The prompt is computed. Precedes the first token in the session. `num_cached_tokens` were not computed anew."""
+    """The prompt is computed. Precedes the first token in the session. `num_cached_tokens` were not
+    computed anew.
+    """
 
     request_id: RequestId
     num_cached_tokens: int
@@ -157,8 +168,8 @@ class PrefillDone:
 class TokenBatch:
     """Columns over the tokens of one step that belong to this session.
 
-    `finish_reasons[i]` is set on the last token of an output; the worker forgets the request when all its outputs
-    have ended. `logprobs` is empty when no row asked for any.
+    `finish_reasons[i]` is set on the last token of an output; the worker forgets the request when
+    all its outputs have ended. `logprobs` is empty when no row asked for any.
     """
 
     request_ids: tuple[RequestId, ...]
@@ -191,7 +202,7 @@ class Failed:
         return from_code(self.code, self.message, self.retry_after_s)
 
 
-# --- Handoff ---------------------------------------------------------------------------------------------------
+# --- Handoff --------------------------------------------------------------------------------------
 
 
 @wire_message
@@ -209,7 +220,8 @@ class HandoffRequest:
 class PagesReady:
     """Finished pages of consecutive blocks, from block `first_block` of the prompt on. Columns.
 
-    `kinds` holds a `PageKind` per page. A page's content hash is not sent: the receiver knows the tokens.
+    `kinds` holds a `PageKind` per page. A page's content hash is not sent: the receiver knows the
+    tokens.
     """
 
     first_block: int
@@ -221,7 +233,9 @@ class PagesReady:
 @wire_message
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FirstTokens:
-    """One sampled token for each output, in output order. The prompt is computed and every page announced."""
+    """One sampled token for each output, in output order. The prompt is computed and every page
+    announced.
+    """
 
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs | None, ...]
@@ -231,12 +245,14 @@ class FirstTokens:
 @wire_message
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PagesTaken:
-    """The receiver has verified copies of these blocks of the prompt; the sender may let go of them."""
+    """The receiver has verified copies of these blocks of the prompt; the sender may let go of
+    them.
+    """
 
     blocks: tuple[int, ...]
 
 
-# --- Link ------------------------------------------------------------------------------------------------------
+# --- Link -----------------------------------------------------------------------------------------
 
 
 @wire_message
@@ -253,8 +269,8 @@ class LinkRequest:
 class LinkReply:
     """Who the sender of pages is and how its pool is reached.
 
-    `pages` describes the pool for the transport: (base address, page bytes, number of pages) of the packed and of
-    the exact pages. `numeric_incarnation` is the value its pages' tags carry.
+    `pages` describes the pool for the transport: (base address, page bytes, number of pages) of the
+    packed and of the exact pages. `numeric_incarnation` is the value its pages' tags carry.
     """
 
     incarnation: str

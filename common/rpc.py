@@ -1,11 +1,13 @@
 """Streams of messages between processes, over gRPC.
 
-Every internal call is a two-way stream of messages (common/messages.py). A `Stream` is one end of it; the one here
-runs over grpc.aio, `MemoryStream` joins two ends inside a process (tests, the simulator). A stream that ends with a
-`TandemError` on one side raises the same error on the other; a lost peer raises `WorkerLost`. A server stops serving
-a stream by returning (clean end) or raising.
+Every internal call is a two-way stream of messages (common/messages.py). A `Stream` is one end of
+it; the one here runs over grpc.aio, `MemoryStream` joins two ends inside a process (tests, the
+simulator). A stream that ends with a `TandemError` on one side raises the same error on the other;
+a lost peer raises `WorkerLost`. A server stops serving a stream by returning (clean end) or
+raising.
 
-Keepalive: pings every 2 s also without calls, answered within 5 s, so a silent peer is noticed within 7 s.
+Keepalive: pings every 2 s also without calls, answered within 5 s, so a silent peer is noticed
+within 7 s.
 """
 
 import asyncio
@@ -17,7 +19,14 @@ from typing import Any, Protocol
 import grpc
 import grpc.aio
 
-from common.errors import ConfigError, InternalError, MalformedMessage, TandemError, WorkerLost, from_code
+from common.errors import (
+    ConfigError,
+    InternalError,
+    MalformedMessage,
+    TandemError,
+    WorkerLost,
+    from_code,
+)
 from common.wire import MAX_MESSAGE_BYTES, decode, encode
 
 log = logging.getLogger(__name__)
@@ -105,7 +114,10 @@ class GrpcStream:
             code = await self._call.code()
             if code != grpc.StatusCode.OK:
                 raise _translated_status(
-                    code, await self._call.details(), await self._call.trailing_metadata(), self._address
+                    code,
+                    await self._call.details(),
+                    await self._call.trailing_metadata(),
+                    self._address,
                 )
             return None
         return message  # type: ignore[no-any-return]
@@ -131,7 +143,9 @@ class GrpcPeer:
 
     def open(self, method: str) -> GrpcStream:
         call = self._channel.stream_stream(
-            f"/{SERVICE}/{method}", request_serializer=encode, response_deserializer=_decode_or_error
+            f"/{SERVICE}/{method}",
+            request_serializer=encode,
+            response_deserializer=_decode_or_error,
         )
         return GrpcStream(call(wait_for_ready=False), self._address)
 
@@ -153,7 +167,12 @@ class _ServerStream:
     async def send(self, message: object) -> None:
         try:
             await self._context.write(message)
-        except (grpc.aio.AioRpcError, grpc.aio.BaseError, asyncio.InvalidStateError, OSError) as error:
+        except (
+            grpc.aio.AioRpcError,
+            grpc.aio.BaseError,
+            asyncio.InvalidStateError,
+            OSError,
+        ) as error:
             raise WorkerLost(f"the caller is gone: {type(error).__name__}") from None
 
     async def receive(self) -> object | None:
@@ -249,7 +268,9 @@ def _translated(error: grpc.aio.AioRpcError, address: str) -> TandemError:
     return _translated_status(error.code(), error.details(), error.trailing_metadata(), address)
 
 
-def _translated_status(code: grpc.StatusCode, details: str | None, trailing: Any, address: str) -> TandemError:
+def _translated_status(
+    code: grpc.StatusCode, details: str | None, trailing: Any, address: str
+) -> TandemError:
     for key, value in trailing or ():
         if key == _ERROR_CODE:
             return from_code(str(value), details or "")

@@ -1,6 +1,7 @@
 """Words that every part of Tandem shares: ids, sampling parameters, the reasons why a request ends.
 
-A request enters at the router, which turns it into a `GenerateRequest` of token ids. Workers never see text.
+A request enters at the router, which turns it into a `GenerateRequest` of token ids. Workers never
+see text.
 """
 
 import hashlib
@@ -22,7 +23,9 @@ def output_key(request_id: RequestId, output_index: int) -> OutputKey:
 
 
 def output_seed(seed: int, output_index: int) -> int:
-    """Seed of one continuation, 64 bits. The same wherever and how often the request is resubmitted."""
+    """Seed of one continuation, 64 bits. The same wherever and how often the request is
+    resubmitted.
+    """
     if output_index == 0:
         return seed & 0xFFFFFFFFFFFFFFFF
     digest = hashlib.blake2b(
@@ -47,10 +50,10 @@ class FinishReason(StrEnum):
 class SamplingParams:
     """How tokens are chosen. Checked by the router; workers check again what could hurt them.
 
-    `temperature` 0 is greedy. `top_k` 0 and `top_p` 1 are off. `stop_token_ids` holds every id that ends the
-    request (end of text included, unless the client asked to ignore it). `logprobs` is the number of
-    alternatives wanted beside the sampled token's own (None: no logprobs). `min_tokens` masks the stop ids
-    until that many tokens are generated.
+    `temperature` 0 is greedy. `top_k` 0 and `top_p` 1 are off. `stop_token_ids` holds every id that
+    ends the request (end of text included, unless the client asked to ignore it). `logprobs` is the
+    number of alternatives wanted beside the sampled token's own (None: no logprobs). `min_tokens`
+    masks the stop ids until that many tokens are generated.
     """
 
     max_tokens: int

@@ -1,8 +1,9 @@
 """Messages as bytes: frozen dataclasses to MessagePack and back, checked against their annotations.
 
-A message is a map of field names (so fields may be added), with its class name under `"t"`. Only classes that
-`wire_message` has registered can be read. Whatever cannot be what the sender meant raises `MalformedMessage`.
-Bounds: a caller never decodes more than `MAX_MESSAGE_BYTES`; the RPC layer refuses larger ones before they get here.
+A message is a map of field names (so fields may be added), with its class name under `"t"`. Only
+classes that `wire_message` has registered can be read. Whatever cannot be what the sender meant
+raises `MalformedMessage`. Bounds: a caller never decodes more than `MAX_MESSAGE_BYTES`; the RPC
+layer refuses larger ones before they get here.
 """
 
 import dataclasses
@@ -27,7 +28,8 @@ _readers: dict[type, Callable[[dict[str, Any]], Any]] = {}
 
 def wire_message(cls: type[T]) -> type[T]:
     """Class decorator: this dataclass may travel between processes."""
-    assert dataclasses.is_dataclass(cls) and cls.__name__ not in _registry
+    assert dataclasses.is_dataclass(cls)
+    assert cls.__name__ not in _registry
     _registry[cls.__name__] = cls
     return cls
 
@@ -42,7 +44,9 @@ def encode(message: object) -> bytes:
 def decode(data: bytes) -> object:
     """The message in `data`. Raises MalformedMessage."""
     if len(data) > MAX_MESSAGE_BYTES:
-        raise MalformedMessage(f"message of {len(data)} bytes is over the limit of {MAX_MESSAGE_BYTES}")
+        raise MalformedMessage(
+            f"message of {len(data)} bytes is over the limit of {MAX_MESSAGE_BYTES}"
+        )
     try:
         fields = msgpack.unpackb(data, raw=False, strict_map_key=True)
     except (ValueError, msgpack.exceptions.UnpackException, RecursionError) as error:
@@ -84,7 +88,9 @@ def _make_reader(cls: type) -> Callable[[dict[str, Any]], Any]:
     def read(fields: dict[str, Any]) -> Any:
         try:
             known = {
-                name: convert(fields[name]) for name, convert in converters.items() if name in fields
+                name: convert(fields[name])
+                for name, convert in converters.items()
+                if name in fields
             }
             return cls(**known)
         except (TypeError, ValueError, KeyError) as error:

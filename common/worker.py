@@ -1,4 +1,6 @@
-"""What both kinds of worker share around their schedulers: identity, the Watch stream, hash roots, shutting down."""
+"""What both kinds of worker share around their schedulers: identity, the Watch stream, hash roots,
+shutting down.
+"""
 
 import asyncio
 import os
@@ -10,8 +12,8 @@ from typing import Protocol
 
 import anyio
 
-from common.messages import PROTOCOL_VERSION, PoolLoad, Watch, WorkerState
 from common.errors import MalformedMessage
+from common.messages import PROTOCOL_VERSION, PoolLoad, Watch, WorkerState
 from common.rpc import Stream
 from common.scheduling.block_hash import root_hash
 from common.scheduling.plan import LandingMove, LandingResult, StepPlan, StepResult
@@ -23,7 +25,9 @@ WATCH_INTERVAL_S = 0.05
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Identity:
-    """Fixed for one life of a worker process. `numeric_incarnation` is the form that page tags carry."""
+    """Fixed for one life of a worker process. `numeric_incarnation` is the form that page tags
+    carry.
+    """
 
     role: Role
     incarnation: str
@@ -97,7 +101,9 @@ class WatchService:
         if not isinstance(message, Watch):
             raise MalformedMessage("a Watch stream starts with Watch")
         if message.protocol != PROTOCOL_VERSION:
-            raise MalformedMessage(f"protocol {message.protocol}, this worker speaks {PROTOCOL_VERSION}")
+            raise MalformedMessage(
+                f"protocol {message.protocol}, this worker speaks {PROTOCOL_VERSION}"
+            )
         change = asyncio.Event()
         change.set()
         self._changes.add(change)

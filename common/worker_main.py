@@ -1,7 +1,9 @@
-"""The part of a worker process that both roles share: open the engine and the network, serve, drain, close.
+"""The part of a worker process that both roles share: open the engine and the network, serve,
+drain, close.
 
-    prefill_worker/__main__.py, decode_worker/__main__.py: assemble(parts, group) -> service       the wiring
-    run_worker(config, assemble)                                                                    the frame
+prefill_worker/__main__.py, decode_worker/__main__.py: assemble(parts, group) -> service       the
+wiring run_worker(config, assemble)
+the frame
 """
 
 import logging
@@ -65,9 +67,13 @@ Assemble = Callable[[Parts, TaskGroup], Awaitable[Assembly]]
 
 
 def run_worker(config: WorkerConfig, assemble: Assemble) -> int:
-    """The process's exit code: 0 after a drain, 1 after a crash, 2 for what the operator must change."""
+    """The process's exit code: 0 after a drain, 1 after a crash, 2 for what the operator must
+    change.
+    """
     logging.basicConfig(
-        level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
+        level=config.log_level.upper(),
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        stream=sys.stderr,
     )
     try:
         anyio.run(_run, config, assemble, backend_options={"use_uvloop": True})
@@ -142,7 +148,9 @@ async def _serve(config: WorkerConfig, parts: Parts, assemble: Assemble) -> None
     async with anyio.create_task_group() as group:
         assembly = await assemble(parts, group)
         server = await serve(config.listen, assembly.service.handlers())
-        log.info("%s worker %s listens on %s", config.role, parts.identity.incarnation, config.listen)
+        log.info(
+            "%s worker %s listens on %s", config.role, parts.identity.incarnation, config.listen
+        )
         group.start_soon(assembly.service.run)
         stop = anyio.Event()
         group.start_soon(until_signal, stop.set)

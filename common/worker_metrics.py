@@ -1,6 +1,7 @@
 """What a worker measures. One registry per worker object, served on the worker's own port.
 
-Times are measured where they happen: TTFT and ITL here are those of this worker, the client's are the router's.
+Times are measured where they happen: TTFT and ITL here are those of this worker, the client's are
+the router's.
 """
 
 import threading
@@ -29,13 +30,21 @@ class WorkerMetrics:
         def gauge(name: str, text: str, labels: tuple[str, ...] = ()) -> Gauge:
             return Gauge(f"tandem_{name}", text, labels, registry=self.registry)
 
-        self.ttft = histogram("time_to_first_token_seconds", "From arrival at this worker to the first token")
+        self.ttft = histogram(
+            "time_to_first_token_seconds", "From arrival at this worker to the first token"
+        )
         self.itl = histogram("inter_token_latency_seconds", "Gap between two tokens of an output")
-        self.tpot = histogram("time_per_output_token_seconds", "Mean gap between tokens of a finished request")
+        self.tpot = histogram(
+            "time_per_output_token_seconds", "Mean gap between tokens of a finished request"
+        )
         self.queue = histogram("queue_seconds", "From arrival to having KV blocks")
         self.step = histogram("step_seconds", "Forward passes")
-        self.prompt_tokens = counter("prompt_tokens_computed", "Prompt tokens computed by this worker")
-        self.cached_tokens = counter("prompt_tokens_cached", "Prompt tokens found in this worker's prefix cache")
+        self.prompt_tokens = counter(
+            "prompt_tokens_computed", "Prompt tokens computed by this worker"
+        )
+        self.cached_tokens = counter(
+            "prompt_tokens_cached", "Prompt tokens found in this worker's prefix cache"
+        )
         self.output_tokens = counter("output_tokens", "Tokens sampled by this worker")
         self.running = gauge("requests_running", "Requests that hold KV blocks")
         self.waiting = gauge("requests_waiting", "Requests that wait for KV blocks")
@@ -44,12 +53,15 @@ class WorkerMetrics:
         self.pull_pages = counter("pull_pages", "Pages read from other workers")
         self.pull_seconds = histogram("pull_seconds", "One read of pages, until its end")
         self.exposed = histogram(
-            "exposed_transfer_seconds", "From the first token's arrival until the last page is usable"
+            "exposed_transfer_seconds",
+            "From the first token's arrival until the last page is usable",
         )
         self.handoffs = gauge("handoffs_active", "Hand-offs in progress")
         self.landing = gauge("landing_slots", "Slots of the landing zone by state", ("state",))
         self.refused = counter("pages_refused", "Pages that were not what they had to be")
-        self.link_bandwidth = gauge("link_bytes_per_second", "Self-test read when a link came up", ("source",))
+        self.link_bandwidth = gauge(
+            "link_bytes_per_second", "Self-test read when a link came up", ("source",)
+        )
         self.preemptions = counter("preemptions", "Requests evicted to make room")
         self.finished = counter("requests_finished", "Requests by how they ended", ("reason",))
         self.errors = counter("errors", "Errors by type", ("code",))

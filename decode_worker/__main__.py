@@ -1,4 +1,6 @@
-"""A decode worker's wiring; `colocated` is one that prefills everything itself and needs no transport."""
+"""A decode worker's wiring; `colocated` is one that prefills everything itself and needs no
+transport.
+"""
 
 from anyio.abc import TaskGroup
 
@@ -53,7 +55,10 @@ async def _with_puller(
         num_packed=parts.sizes.num_landing_packed, num_exact=parts.sizes.num_landing_exact
     )
     layout = parts.runner.layout
-    page_bytes = {PageKind.PACKED: layout.packed_page_bytes, PageKind.EXACT: layout.exact_page_bytes}
+    page_bytes = {
+        PageKind.PACKED: layout.packed_page_bytes,
+        PageKind.EXACT: layout.exact_page_bytes,
+    }
     links = Links(
         identity=parts.identity,
         transport=transport,

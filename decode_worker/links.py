@@ -1,7 +1,8 @@
 """Links to prefill workers: who is there, does it store KV as we do, can its pool be read.
 
-A link is made once per incarnation, by one task however many requests wait for it. A worker that came back on the
-same address is a new incarnation: the old one's state is forgotten before the new one's is added.
+A link is made once per incarnation, by one task however many requests wait for it. A worker that
+came back on the same address is a new incarnation: the old one's state is forgotten before the new
+one's is added.
 """
 
 import logging
@@ -126,10 +127,14 @@ class Links:
     async def _self_test(self, link: Link, reply: LinkReply) -> None:
         """Reads some pages and measures: a route is used only over a link that moves bytes."""
         num_pages = min(SELF_TEST_PAGES, reply.pages[0][2] if reply.pages else 0)
-        slots = [slot for _ in range(num_pages) if (slot := self._zone.take(PageKind.PACKED)) is not None]
+        slots = [
+            slot for _ in range(num_pages) if (slot := self._zone.take(PageKind.PACKED)) is not None
+        ]
         if not slots:
             return
-        pages = [PageRead(kind=PageKind.PACKED, block_id=n, slot=slot) for n, slot in enumerate(slots)]
+        pages = [
+            PageRead(kind=PageKind.PACKED, block_id=n, slot=slot) for n, slot in enumerate(slots)
+        ]
         started = time.perf_counter()
         try:
             read = self._transport.read(link.incarnation, pages)

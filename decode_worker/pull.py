@@ -1,7 +1,8 @@
-"""One hand-off as the decode worker performs it: the stream to the prefill worker, reads, checks, acknowledgements.
+"""One hand-off as the decode worker performs it: the stream to the prefill worker, reads, checks,
+acknowledgements.
 
-`HandoffDestination` decides; a `Puller` carries out. Reads and landings belong to the worker, not to the request:
-they go on when the request is cancelled, until nothing can be written any more.
+`HandoffDestination` decides; a `Puller` carries out. Reads and landings belong to the worker, not
+to the request: they go on when the request is cancelled, until nothing can be written any more.
 """
 
 import asyncio
@@ -172,7 +173,7 @@ class Puller:
             )
         return pages
 
-    # --- the stream --------------------------------------------------------------------------------------------
+    # --- the stream -------------------------------------------------------------------------------
 
     async def _exchange(self, pull: _Pull, stream: Stream) -> None:
         request = HandoffRequest(
@@ -227,22 +228,29 @@ class Puller:
                 case FirstTokens():
                     self._first_tokens(pull, message)
                 case _:
-                    error = MalformedMessage(f"{type(message).__name__} in a hand-off")
-                    self._on(pull, StreamEnded(error=error))
+                    nonsense = MalformedMessage(f"{type(message).__name__} in a hand-off")
+                    self._on(pull, StreamEnded(error=nonsense))
                     return
 
     def _first_tokens(self, pull: _Pull, message: FirstTokens) -> None:
         """Forwards them at once; when they end the request, nothing more is wanted."""
         if pull.entry.state is not State.REMOTE:
             return
-        if len(message.token_ids) != pull.entry.request.sampling.n or pull.first_tokens_at is not None:
+        if (
+            len(message.token_ids) != pull.entry.request.sampling.n
+            or pull.first_tokens_at is not None
+        ):
             self._on(pull, StreamEnded(error=MalformedMessage("unexpected first tokens")))
             return
         pull.first_tokens_at = self._clock.now()
         request_id = pull.entry.request.request_id
-        self._events.record("first_tokens_arrived", request_id=request_id, missing=pull.destination.num_missing)
+        self._events.record(
+            "first_tokens_arrived", request_id=request_id, missing=pull.destination.num_missing
+        )
         num_cached = max(message.num_cached_tokens, pull.entry.num_cached_tokens)
-        facts = self._scheduler.first_tokens(request_id, message.token_ids, message.logprobs, num_cached)
+        facts = self._scheduler.first_tokens(
+            request_id, message.token_ids, message.logprobs, num_cached
+        )
         if request_id in facts.ended:
             pull.is_done = True
             pull.wake.set()
@@ -251,7 +259,7 @@ class Puller:
         pull.tell(facts)
         self._wake()
 
-    # --- actions -----------------------------------------------------------------------------------------------
+    # --- actions ----------------------------------------------------------------------------------
 
     def _on(self, pull: _Pull, fact: Fact) -> None:
         if pull.entry.state is not State.REMOTE:
@@ -311,10 +319,12 @@ class Puller:
         self._on(pull, Landed(read_id=action.read_id, refusals=result.refusals))
         self._wake()
 
-    # --- landing slots -----------------------------------------------------------------------------------------
+    # --- landing slots ----------------------------------------------------------------------------
 
     def slots_freed(self) -> None:
-        """Lets pulls that wait for slots go on, oldest first; from the event loop, not from inside a decision."""
+        """Lets pulls that wait for slots go on, oldest first; from the event loop, not from inside
+        a decision.
+        """
         if not self._has_freed_slots:
             self._has_freed_slots = True
             asyncio.get_running_loop().call_soon(self._offer_slots)

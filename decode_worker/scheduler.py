@@ -2,14 +2,14 @@
 
 Life of a request:
 
-    add -> WAITING -> admit -> ADMITTED -> route_remote -> REMOTE -> first_tokens, landed -> RUNNING -> ended
-                                        -> route_local  -> LOCAL  -> (chunks in the plan)  -> RUNNING -> ended
+    add -> WAITING -> admit -> ADMITTED -> route_remote -> REMOTE -> first_tokens, landed -> RUNNING
+                                        -> route_local  -> LOCAL  -> (chunks in the plan)  -> RUNNING
 
-Blocks for the whole prompt are taken on admission, so a pull never waits for memory. A running request takes a page
-when its open block is full; when none is left, the youngest running request of the lowest priority is evicted
-(`Preempted`: the router resubmits it with the tokens so far, and its full blocks stay cached here). The oldest one of
-the highest priority is never evicted, so it ends; if only requests that are still being prefilled are younger, it
-waits for them.
+Blocks for the whole prompt are taken on admission, so a pull never waits for memory. A running
+request takes a page when its open block is full; when none is left, the youngest running request of
+the lowest priority is evicted (`Preempted`: the router resubmits it with the tokens so far, and its
+full blocks stay cached here). The oldest one of the highest priority is never evicted, so it ends;
+if only requests that are still being prefilled are younger, it waits for them.
 
 `n` > 1: all outputs share the prompt's full blocks; each has its own open block.
 """
@@ -27,8 +27,8 @@ from common.errors import (
     ContextLengthExceeded,
     DecodeFull,
     InternalError,
-    PromptTooLargeForPool,
     Preempted,
+    PromptTooLargeForPool,
     TandemError,
 )
 from common.messages import GenerateRequest
@@ -36,7 +36,13 @@ from common.scheduling.block_hash import HashChain
 from common.scheduling.finish import finish_reason
 from common.scheduling.kv_cache import BlockTable, KvCache
 from common.scheduling.plan import OutputStart, PageKind, StepPlan, StepResult
-from common.scheduling.prompt_queue import MAX_OVERTAKEN_S, MAX_TRIED, Prompt, PromptQueue, shareable
+from common.scheduling.prompt_queue import (
+    MAX_OVERTAKEN_S,
+    MAX_TRIED,
+    Prompt,
+    PromptQueue,
+    shareable,
+)
 from common.types import BlockId, FinishReason, OutputKey, RequestId, TokenLogprobs, output_key
 
 
@@ -178,9 +184,11 @@ class BatchScheduler:
     def max_request_tokens(self) -> int:
         return min(self._max_model_len, self._cache.max_tokens)
 
-    # --- coming in ---------------------------------------------------------------------------------------------
+    # --- coming in --------------------------------------------------------------------------------
 
-    def add(self, request: GenerateRequest, token_ids: NDArray[np.int32], chain: HashChain, now: float) -> None:
+    def add(
+        self, request: GenerateRequest, token_ids: NDArray[np.int32], chain: HashChain, now: float
+    ) -> None:
         """`chain` covers `token_ids`. Raises when the request can never run here or too many wait."""
         assert request.request_id not in self._entries
         self._check(request, len(token_ids))
@@ -211,7 +219,9 @@ class BatchScheduler:
                 f"({self._cache.max_tokens} tokens, {self._max_num_seqs} outputs)"
             )
         if len(self._waiting) >= self._max_waiting:
-            raise DecodeFull(f"{len(self._waiting)} requests are waiting already", retry_after_s=1.0)
+            raise DecodeFull(
+                f"{len(self._waiting)} requests are waiting already", retry_after_s=1.0
+            )
 
     def _most_pages(self, request: GenerateRequest, total: int) -> Counter[PageKind]:
         """Pages held when every output has reached its limit: full blocks of the prompt are shared."""
@@ -232,7 +242,10 @@ class BatchScheduler:
         admissions: list[Admission] = []
         blocked = 0
         for entry in list(self._waiting):
-            if blocked > MAX_TRIED or self._num_outputs + entry.request.sampling.n > self._max_num_seqs:
+            if (
+                blocked > MAX_TRIED
+                or self._num_outputs + entry.request.sampling.n > self._max_num_seqs
+            ):
                 break
             if self._admit(entry):
                 admissions.append(self._admission(entry))
@@ -246,7 +259,8 @@ class BatchScheduler:
         size = self._cache.block_size
         hashes = shareable(entry.chain.full, entry.num_tokens, size)
         n = entry.request.sampling.n
-        # afterwards every running output can grow by one block, and the other outputs get their open blocks
+        # afterwards every running output can grow by one block, and the other outputs get their
+        # open blocks
         growing = self._num_outputs + 2 * n
         spare = Counter({PageKind.PACKED: growing, PageKind.EXACT: 2 * n})
         if not self._entries_hold_pages():
@@ -305,7 +319,7 @@ class BatchScheduler:
         entry = self._entries.get(request_id)
         return entry is not None and entry.state is State.REMOTE
 
-    # --- prefill -----------------------------------------------------------------------------------------------
+    # --- prefill ----------------------------------------------------------------------------------
 
     def route_local(self, request_id: RequestId) -> None:
         entry = self._entries[request_id]
@@ -336,9 +350,12 @@ class BatchScheduler:
         logprobs: tuple[TokenLogprobs | None, ...],
         num_cached_tokens: int,
     ) -> Facts:
-        """The prefill worker's samples, one for each output. Forwarded at once; the pages may land later."""
+        """The prefill worker's samples, one for each output. Forwarded at once; the pages may land
+        later.
+        """
         entry = self._entries[request_id]
-        assert entry.state is State.REMOTE and not entry.has_first_tokens
+        assert entry.state is State.REMOTE
+        assert not entry.has_first_tokens
         facts = Facts()
         self._take_first_tokens(entry, token_ids, logprobs, num_cached_tokens, facts)
         self._run_if_ready(entry)
@@ -360,10 +377,11 @@ class BatchScheduler:
                 self._free(table)
             entry.dead_tables.clear()
 
-    def landed(self, request_id: RequestId, num_full: int) -> None:
-        """The first `num_full` blocks of the prompt are verified in the pool."""
+    def landed(self, request_id: RequestId, num_leading: int) -> None:
+        """The first `num_leading` blocks of the prompt (an open last one counted) are in the pool."""
         entry = self._entries[request_id]
         assert entry.table is not None
+        num_full = min(num_leading, entry.num_tokens // self._cache.block_size)
         self._cache.name(entry.table, entry.chain.full, num_full)
 
     def landed_all(self, request_id: RequestId) -> None:
@@ -387,13 +405,17 @@ class BatchScheduler:
             self._take(output, token_id, logprob, facts)
 
     def _run_if_ready(self, entry: Entry) -> None:
-        if entry.has_first_tokens and entry.has_landed and entry.state in (State.REMOTE, State.LOCAL):
+        if (
+            entry.has_first_tokens
+            and entry.has_landed
+            and entry.state in (State.REMOTE, State.LOCAL)
+        ):
             entry.move(State.RUNNING)
             for output in entry.outputs:
                 if not output.has_ended:
                     self._running[output.key] = output
 
-    # --- steps -------------------------------------------------------------------------------------------------
+    # --- steps ------------------------------------------------------------------------------------
 
     def plan(self, now: float) -> tuple[StepPlan | None, Facts]:
         """The next step, if there is anything to do, and what was evicted for it."""
@@ -422,7 +444,9 @@ class BatchScheduler:
         return self._in_flight, facts
 
     def _starts(self) -> tuple[list[OutputStart], tuple[tuple[BlockId, BlockId], ...]]:
-        """Outputs the runner does not know yet: those prefilled elsewhere, and the siblings of a local prefill."""
+        """Outputs the runner does not know yet: those prefilled elsewhere, and the siblings of a
+        local prefill.
+        """
         starts: list[OutputStart] = []
         copies: list[tuple[BlockId, BlockId]] = []
         for output in self._running.values():
@@ -435,7 +459,9 @@ class BatchScheduler:
             starts.append(
                 OutputStart(
                     key=output.key,
-                    token_ids=np.append(entry.token_ids, np.asarray(output.last_tokens[-1:], dtype=np.int32)),
+                    token_ids=np.append(
+                        entry.token_ids, np.asarray(output.last_tokens[-1:], dtype=np.int32)
+                    ),
                     num_prompt_tokens=entry.request.num_prompt_tokens,
                     sampling=entry.request.sampling,
                     output_index=output.index,
@@ -448,7 +474,9 @@ class BatchScheduler:
     def _grow(
         self, facts: Facts
     ) -> tuple[
-        tuple[OutputKey, ...], tuple[tuple[OutputKey, BlockId], ...], tuple[tuple[OutputKey, BlockId], ...]
+        tuple[OutputKey, ...],
+        tuple[tuple[OutputKey, BlockId], ...],
+        tuple[tuple[OutputKey, BlockId], ...],
     ]:
         size = self._cache.block_size
         grown: list[tuple[OutputKey, BlockId]] = []
@@ -487,7 +515,11 @@ class BatchScheduler:
         return True
 
     def _is_oldest(self, entry: Entry) -> bool:
-        return all(entry.order <= other.order for other in self._entries.values() if other.table is not None)
+        return all(
+            entry.order <= other.order
+            for other in self._entries.values()
+            if other.table is not None
+        )
 
     def apply(self, plan: StepPlan, result: StepResult, now: float) -> Facts:
         assert plan is self._in_flight
@@ -517,7 +549,11 @@ class BatchScheduler:
                 entry.outputs[0].is_started = True
                 entry.has_landed = True
                 self._take_first_tokens(
-                    entry, result.token_ids[rows], result.logprobs[rows], entry.num_cached_tokens, facts
+                    entry,
+                    result.token_ids[rows],
+                    result.logprobs[rows],
+                    entry.num_cached_tokens,
+                    facts,
                 )
                 self._run_if_ready(entry)
         for key in plan.decodes:
@@ -536,7 +572,10 @@ class BatchScheduler:
         if entry is not None:
             self._end(entry, facts)
             facts.failed.append(
-                (entry.request.request_id, InternalError("the model's output is not finite for this request"))
+                (
+                    entry.request.request_id,
+                    InternalError("the model's output is not finite for this request"),
+                )
             )
 
     def _computed(self, output: Output) -> None:
@@ -546,12 +585,16 @@ class BatchScheduler:
             output.last_tokens.clear()
             self._cache.name(output.table, output.chain.full, len(output.chain.full))
 
-    def _take(self, output: Output, token_id: int, logprob: TokenLogprobs | None, facts: Facts) -> None:
+    def _take(
+        self, output: Output, token_id: int, logprob: TokenLogprobs | None, facts: Facts
+    ) -> None:
         """A sampled token: one more known token, sent on; perhaps the last one."""
         output.num_tokens += 1
         output.last_tokens.append(token_id)
         request = output.entry.request
-        reason = finish_reason(request.sampling, token_id, output.num_tokens - request.num_prompt_tokens)
+        reason = finish_reason(
+            request.sampling, token_id, output.num_tokens - request.num_prompt_tokens
+        )
         facts.request_ids.append(request.request_id)
         facts.output_indices.append(output.index)
         facts.token_ids.append(token_id)
@@ -560,10 +603,11 @@ class BatchScheduler:
         if reason is not None:
             self._end_output(output, facts)
 
-    # --- going out ---------------------------------------------------------------------------------------------
+    # --- going out --------------------------------------------------------------------------------
 
     def abort(self, request_id: RequestId) -> None:
-        """Forgets a request in whatever state. Pages named by the step in flight are freed when it ends.
+        """Forgets a request in whatever state. Pages named by the step in flight are freed when it
+        ends.
 
         Blocks that a landing is about to write are freed when it is unpinned.
         """
@@ -614,11 +658,16 @@ class BatchScheduler:
         self._queue.check_invariants()
         entries = self._entries.values()
         assert self._num_outputs == sum(len(entry.outputs) for entry in entries)
-        assert [e for e in self._waiting] == sorted(self._waiting, key=lambda e: e.order)
-        assert {id(e) for e in self._waiting} == {id(e) for e in entries if e.state is State.WAITING}
+        assert self._waiting == sorted(self._waiting, key=lambda e: e.order)
+        assert {id(e) for e in self._waiting} == {
+            id(e) for e in entries if e.state is State.WAITING
+        }
         for output in self._running.values():
-            assert output.entry.state is State.RUNNING and not output.has_ended
-        dead = self._dead_in_flight + [table for entry in self._pinned for table in entry.dead_tables]
+            assert output.entry.state is State.RUNNING
+            assert not output.has_ended
+        dead = self._dead_in_flight + [
+            table for entry in self._pinned for table in entry.dead_tables
+        ]
         self._cache.check_invariants(
             [*(entry.pages() for entry in entries), *(table.pages() for table in dead)]
         )

@@ -1,10 +1,12 @@
 """The decode worker's shell: sessions with routers, hand-offs from prefill workers, the step loop.
 
-    Session:  Submit -> scheduler.add -> admit -> Admitted -> Route -> hand-off, or local prefill -> TokenBatch ...
+    Session:  Submit -> scheduler.add -> admit -> Admitted -> Route -> hand-off, or local prefill
+              -> TokenBatch ...
     steps:    admit, plan -> device -> apply -> one TokenBatch per session
 
-A session is the lease of its requests: when its stream ends, all of them are aborted. The outbox of a session is
-bounded; a full one breaks the session, never the step. The hand-off's side of things is in `pull.py`.
+A session is the lease of its requests: when its stream ends, all of them are aborted. The outbox of
+a session is bounded; a full one breaks the session, never the step. The hand-off's side of things
+is in `pull.py`.
 """
 
 import asyncio
@@ -132,7 +134,7 @@ class DecodeService:
             self._idle.clear()
             await self._idle.wait()
 
-    # --- steps -------------------------------------------------------------------------------------------------
+    # --- steps ------------------------------------------------------------------------------------
 
     async def run(self) -> None:
         """The step loop: decide, do, decide again. Sleeps while there is nothing to do."""
@@ -155,7 +157,9 @@ class DecodeService:
         self._wake.set()
 
     def _changed(self) -> None:
-        self._metrics.set_load(self._cache.load, self._scheduler.num_running, self._scheduler.num_waiting)
+        self._metrics.set_load(
+            self._cache.load, self._scheduler.num_running, self._scheduler.num_waiting
+        )
         self.watch.changed()
 
     def _admit(self) -> None:
@@ -180,7 +184,9 @@ class DecodeService:
         self._metrics.prompt_tokens.inc(facts.num_local_tokens)
         for request_id, num_cached_tokens in facts.prefilled:
             request = self._requests[request_id]
-            request.session.put(PrefillDone(request_id=request_id, num_cached_tokens=num_cached_tokens))
+            request.session.put(
+                PrefillDone(request_id=request_id, num_cached_tokens=num_cached_tokens)
+            )
         self._tell_tokens(facts, now)
         for request_id, error in facts.failed:
             self._fail(request_id, error)
@@ -239,14 +245,16 @@ class DecodeService:
         self._wake.set()
         self._idle.set()
 
-    # --- sessions ----------------------------------------------------------------------------------------------
+    # --- sessions ---------------------------------------------------------------------------------
 
     async def _serve_session(self, stream: Stream) -> None:
         hello = await stream.receive()
         if not isinstance(hello, Hello):
             raise MalformedMessage("a Session stream starts with Hello")
         if hello.protocol != PROTOCOL_VERSION:
-            raise MalformedMessage(f"protocol {hello.protocol}, this worker speaks {PROTOCOL_VERSION}")
+            raise MalformedMessage(
+                f"protocol {hello.protocol}, this worker speaks {PROTOCOL_VERSION}"
+            )
         if hello.incarnation != self._identity.incarnation:
             raise NotReady("this worker was restarted: watch it anew")
         session = _Session(router_id=hello.router_id)

@@ -1,12 +1,14 @@
-"""The hand-off as the decode worker sees it. Facts in, actions out; one object per request and source.
+"""The hand-off as the decode worker sees it. Facts in, actions out; one object per request and
+source.
 
     PULLING --every page in the pool, first tokens known--> DONE
        |----refused too often, read failed, stream lost, nonsense--> FAILED
        |----close (cancelled)--> FAILED
 
-The receiver knows the prompt's tokens, so it knows the name that each page must carry. An announced page is read into a
-landing slot as soon as there is one, checked there and copied into the pool; a page that is refused is read again,
-`MAX_REFETCHES` times. Slots whose read was given up are quarantined in the landing zone.
+The receiver knows the prompt's tokens, so it knows the name that each page must carry. An announced
+page is read into a landing slot as soon as there is one, checked there and copied into the pool; a
+page that is refused is read again, `MAX_REFETCHES` times. Slots whose read was given up are
+quarantined in the landing zone.
 """
 
 from collections import deque
@@ -44,7 +46,7 @@ class ExpectedPage:
     num_tokens: int
 
 
-# --- facts ---
+# --- facts ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,9 +91,18 @@ class Stalled:
     """Nothing has moved for too long."""
 
 
-Fact = PagesReady | ReadEnded | ReadFailed | Landed | SlotsFreed | FirstTokensKnown | StreamEnded | Stalled
+Fact = (
+    PagesReady
+    | ReadEnded
+    | ReadFailed
+    | Landed
+    | SlotsFreed
+    | FirstTokensKnown
+    | StreamEnded
+    | Stalled
+)
 
-# --- actions ---
+# --- actions --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,7 +147,9 @@ class _Announced:
 
 @dataclass(slots=True)
 class HandoffDestination:
-    """`expected` lists the pages wanted, consecutive blocks from the first one not held; empty to pull nothing."""
+    """`expected` lists the pages wanted, consecutive blocks from the first one not held; empty to
+    pull nothing.
+    """
 
     expected: Sequence[ExpectedPage]
     first_block: int
@@ -191,12 +204,16 @@ class HandoffDestination:
                 self._has_first_tokens = True
                 return self._complete_if_all()
             case StreamEnded(error=error):
-                return self._fail(error or PrefillLost("the prefill worker ended the hand-off too early"))
+                return self._fail(
+                    error or PrefillLost("the prefill worker ended the hand-off too early")
+                )
             case Stalled():
                 return self._fail(PullFailed(f"{self.num_missing} pages have not arrived in time"))
 
     def close(self) -> None:
-        """Not wanted any more. Reads in flight are given up; a landing in flight must still be reported."""
+        """Not wanted any more. Reads in flight are given up; a landing in flight must still be
+        reported.
+        """
         if self.state is State.PULLING:
             self._fail(PullFailed("cancelled"))
 
@@ -275,7 +292,9 @@ class HandoffDestination:
         while self._num_leading in self._done:
             self._num_leading += 1
         self._give_back(read_id)
-        acknowledge = [Acknowledge(blocks=tuple(good), num_leading=self._num_leading)] if good else []
+        acknowledge = (
+            [Acknowledge(blocks=tuple(good), num_leading=self._num_leading)] if good else []
+        )
         return [*acknowledge, *self._start_reads(), *self._complete_if_all()]
 
     def _complete_if_all(self) -> list[Action]:
@@ -285,7 +304,9 @@ class HandoffDestination:
         return []
 
     def _fail(self, error: TandemError) -> list[Action]:
-        """Reads in flight may still write: their slots are quarantined. What is landing was read completely."""
+        """Reads in flight may still write: their slots are quarantined. What is landing was read
+        completely.
+        """
         self._to(State.FAILED)
         self._wanted.clear()
         for read_id, pages in self._reads.items():

@@ -1,8 +1,9 @@
 """The landing zone's bookkeeping: slots that reads may write to.
 
-Reads never have the pool as destination. A page lands in a slot here, is checked there, and is copied into the pool.
-A slot is reused only when its read has really ended: a read that was given up may still write, so its slots are
-quarantined until the transport reports its end. Slots of each kind are handed out oldest first.
+Reads never have the pool as destination. A page lands in a slot here, is checked there, and is
+copied into the pool. A slot is reused only when its read has really ended: a read that was given up
+may still write, so its slots are quarantined until the transport reports its end. Slots of each
+kind are handed out oldest first.
 """
 
 from collections import deque
@@ -30,7 +31,9 @@ class LandingZone:
 
     @property
     def is_exhausted(self) -> bool:
-        """Every slot of some kind is quarantined: nothing can land until reads end (or the worker restarts)."""
+        """Every slot of some kind is quarantined: nothing can land until reads end (or the worker
+        restarts).
+        """
         return any(
             num > 0 and sum(1 for k, _ in self._quarantined if k is kind) == num
             for kind, num in self._num.items()
@@ -67,4 +70,6 @@ class LandingZone:
             free = list(self._free[kind])
             used = [n for k, n in self._in_use if k is kind]
             held = [n for k, n in self._quarantined if k is kind]
-            assert sorted(free + used + held) == list(range(num)), f"{kind}: a slot is lost or doubled"
+            assert sorted(free + used + held) == list(range(num)), (
+                f"{kind}: a slot is lost or doubled"
+            )

@@ -1,8 +1,9 @@
 """Pages copied inside one process, with faults that a test can program.
 
-`MemoryFabric` stands for the network: transports register their pools with it. Copies happen when the event loop
-runs the read, or when the test lets them: `hold` stops reads of a source (a frozen peer) until `resume`, `kill` ends
-them as disconnected, `corrupt` flips a byte of the next page read. Used by tests and by the simulator.
+`MemoryFabric` stands for the network: transports register their pools with it. Copies happen when
+the event loop runs the read, or when the test lets them: `hold` stops reads of a source (a frozen
+peer) until `resume`, `kill` ends them as disconnected, `corrupt` flips a byte of the next page
+read. Used by tests and by the simulator.
 """
 
 import asyncio

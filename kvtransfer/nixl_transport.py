@@ -1,11 +1,13 @@
-"""Pages moved by NIXL: one-sided READs of another process's pool, over RDMA, shared memory or TCP as UCX finds.
+"""Pages moved by NIXL: one-sided READs of another process's pool, over RDMA, shared memory or TCP
+as UCX finds.
 
-One thread owns the agent. Everything is a job for it; it sleeps on a condition while no read is in flight, else it
-polls (50 us, backing off to 1 ms), since NIXL has no other way to tell. Descriptor *i* of a pool is packed page *i*,
-the exact pages follow; a read is two lists of integers over lists prepared once.
+One thread owns the agent. Everything is a job for it; it sleeps on a condition while no read is in
+flight, else it polls (50 us, backing off to 1 ms), since NIXL has no other way to tell. Descriptor
+*i* of a pool is packed page *i*, the exact pages follow; a read is two lists of integers over lists
+prepared once.
 
-A read that was given up is polled until NIXL reports its end, because until then it may write. Other errors than a
-remote disconnect say nothing about that and are reported as `ReadEnd.UNKNOWN`.
+A read that was given up is polled until NIXL reports its end, because until then it may write.
+Other errors than a remote disconnect say nothing about that and are reported as `ReadEnd.UNKNOWN`.
 """
 
 import asyncio
@@ -74,7 +76,9 @@ class _State:
 
 
 class NixlTransport:
-    """`pool` and `landing` are page arenas: uint8 tensors `packed` [n, page_bytes] and `exact` [m, page_bytes]."""
+    """`pool` and `landing` are page arenas: uint8 tensors `packed` [n, page_bytes] and `exact` [m,
+    page_bytes].
+    """
 
     def __init__(self, incarnation: str, pool: Any, landing: Any) -> None:
         self._incarnation = incarnation
@@ -91,7 +95,9 @@ class NixlTransport:
         self._thread = threading.Thread(target=self._run, name="nixl", daemon=True)
 
     async def open(self) -> None:
-        """Creates the agent and registers the memory. Raises ConfigError when UCX has no lane that works."""
+        """Creates the agent and registers the memory. Raises ConfigError when UCX has no lane that
+        works.
+        """
         self._thread.start()
         await self._call(self._create)
 
@@ -119,7 +125,9 @@ class NixlTransport:
         read = NixlRead(
             end=asyncio.get_running_loop().create_future(),
             source=source,
-            local=[page.slot[1] + (num_slots if page.kind is PageKind.EXACT else 0) for page in pages],
+            local=[
+                page.slot[1] + (num_slots if page.kind is PageKind.EXACT else 0) for page in pages
+            ],
             remote=[page.block_id + offset[page.kind] for page in pages],
         )
         self._submit(lambda: self._start(read))
@@ -134,7 +142,7 @@ class NixlTransport:
             self._wake.notify()
         await asyncio.get_running_loop().run_in_executor(None, self._thread.join)
 
-    # --- on the NIXL thread ------------------------------------------------------------------------------------
+    # --- on the NIXL thread -----------------------------------------------------------------------
 
     def _create(self) -> None:
         try:
@@ -143,7 +151,9 @@ class NixlTransport:
                 for tensor in (arena.packed, arena.exact):
                     if tensor.numel():
                         self._agent.register_memory([tensor])
-            self._local = self._prepare("NIXL_INIT_AGENT", _regions(self._landing), self._landing.packed)
+            self._local = self._prepare(
+                "NIXL_INIT_AGENT", _regions(self._landing), self._landing.packed
+            )
         except Exception as error:
             raise ConfigError(
                 f"NIXL cannot start with UCX_TLS={os.environ.get('UCX_TLS', '(default)')}: {error}. "
@@ -155,7 +165,9 @@ class NixlTransport:
             pages=_regions(self._pool),
         )
 
-    def _prepare(self, agent_name: str, regions: Sequence[tuple[int, int, int]], like: torch.Tensor) -> Any:
+    def _prepare(
+        self, agent_name: str, regions: Sequence[tuple[int, int, int]], like: torch.Tensor
+    ) -> Any:
         """A prepared list with one descriptor for each page of the regions, in order."""
         device = like.get_device() if like.is_cuda else 0
         rows = [
@@ -191,8 +203,14 @@ class NixlTransport:
         self._remove_if_idle(source)
 
     def _remove_if_idle(self, source: _Source) -> None:
-        """An agent is removed only when no read needs it: NIXL forgets reads of an agent it does not know."""
-        if source.is_unlinked and source.num_reading == 0 and source.incarnation in self._state.sources:
+        """An agent is removed only when no read needs it: NIXL forgets reads of an agent it does
+        not know.
+        """
+        if (
+            source.is_unlinked
+            and source.num_reading == 0
+            and source.incarnation in self._state.sources
+        ):
             del self._state.sources[source.incarnation]
             try:
                 source.descriptors.release()

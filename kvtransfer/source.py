@@ -3,8 +3,8 @@
     QUEUED/COMPUTING --PromptDone--> HANDING_OVER --all pages taken, or the peer finished--> ENDED
           any state --Lost, PromptLost--> ENDED
 
-The stream is the lease: pages are held from their announcement until the receiver took them or the stream ended,
-whichever is first. Ending releases everything, once.
+The stream is the lease: pages are held from their announcement until the receiver took them or the
+stream ended, whichever is first. Ending releases everything, once.
 """
 
 from dataclasses import dataclass, field
@@ -28,7 +28,7 @@ LEGAL = {
     State.ENDED: set(),
 }
 
-# --- facts ---
+# --- facts ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +77,7 @@ class StreamLost:
 
 Fact = PagesFinished | PromptDone | PromptLost | Taken | PeerFinished | StreamLost
 
-# --- actions ---
+# --- actions --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,7 +146,9 @@ class HandoffSource:
     def _first_tokens(self, fact: PromptDone) -> list[Action]:
         self._move(State.HANDING_OVER)
         message = FirstTokens(
-            token_ids=fact.token_ids, logprobs=fact.logprobs, num_cached_tokens=fact.num_cached_tokens
+            token_ids=fact.token_ids,
+            logprobs=fact.logprobs,
+            num_cached_tokens=fact.num_cached_tokens,
         )
         return [Send(message=message)]
 

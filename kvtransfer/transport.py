@@ -1,8 +1,8 @@
 """The seam to whatever moves pages: NIXL between processes, plain copies inside one.
 
-A transport owns a pool that others may read (`describe` says how) and a landing zone that its own reads write to. It
-never writes into anybody's pool. Implementations: `nixl_transport.py`, `memory_transport.py`; both pass
-tests/kvtransfer/test_transport_contract.py.
+A transport owns a pool that others may read (`describe` says how) and a landing zone that its own
+reads write to. It never writes into anybody's pool. Implementations: `nixl_transport.py`,
+`memory_transport.py`; both pass tests/kvtransfer/test_transport_contract.py.
 """
 
 from collections.abc import Sequence
@@ -44,7 +44,9 @@ class PageRead:
 
 class Read(Protocol):
     async def wait(self) -> ReadEnd:
-        """How the read ended. Cancelling the wait does not end the read; it may be waited for again."""
+        """How the read ended. Cancelling the wait does not end the read; it may be waited for
+        again.
+        """
         ...
 
 
@@ -60,7 +62,9 @@ class Transport(Protocol):
         ...
 
     def read(self, incarnation: str, pages: Sequence[PageRead]) -> Read:
-        """Starts a read. Raises PullFailed at once when the source is not linked or known to be gone."""
+        """Starts a read. Raises PullFailed at once when the source is not linked or known to be
+        gone.
+        """
         ...
 
     async def close(self) -> None: ...

@@ -19,7 +19,9 @@ async def assemble(parts: Parts, group: TaskGroup) -> Assembly:
     service = PrefillService(
         identity=parts.identity,
         scheduler=PrefillScheduler(
-            parts.cache, chunk_tokens=parts.config.chunk_tokens, max_model_len=parts.sizes.max_model_len
+            parts.cache,
+            chunk_tokens=parts.config.chunk_tokens,
+            max_model_len=parts.sizes.max_model_len,
         ),
         cache=parts.cache,
         device=parts.device,

@@ -1,9 +1,10 @@
 """The chunk scheduler of a prefill worker.
 
-Life of a prompt: `add` -> waiting -> blocks reserved, computed chunk by chunk (`plan`, `apply`) -> forgotten. Every page
-that a chunk finishes is handed out with a reference of its own in `ChunkComputed`: whoever takes the fact gives the
-page back with `release` (the hand-off does, when the page is acknowledged or its stream ends). So the computing prompt
-and the hand-off hold a page independently, and it is cached when both have let go.
+Life of a prompt: `add` -> waiting -> blocks reserved, computed chunk by chunk (`plan`, `apply`) ->
+forgotten. Every page that a chunk finishes is handed out with a reference of its own in
+`ChunkComputed`: whoever takes the fact gives the page back with `release` (the hand-off does, when
+the page is acknowledged or its stream ends). So the computing prompt and the hand-off hold a page
+independently, and it is cached when both have let go.
 """
 
 from collections import Counter
@@ -79,9 +80,16 @@ class PrefillScheduler:
         return self._queue.num_queued_tokens
 
     def add(
-        self, prompt: Prompt, full_hashes: list[bytes], open_hash: bytes | None, num_held_blocks: int, now: float
+        self,
+        prompt: Prompt,
+        full_hashes: list[bytes],
+        open_hash: bytes | None,
+        num_held_blocks: int,
+        now: float,
     ) -> None:
-        """`num_held_blocks` leading blocks need not be handed out. Raises when the prompt can never be computed."""
+        """`num_held_blocks` leading blocks need not be handed out. Raises when the prompt can never
+        be computed.
+        """
         if prompt.num_tokens > self._max_model_len:
             raise ContextLengthExceeded(
                 f"the prompt has {prompt.num_tokens} tokens, this worker's context is {self._max_model_len}"
@@ -91,7 +99,9 @@ class PrefillScheduler:
                 f"the prompt has {prompt.num_tokens} tokens, the prefill worker's pool holds "
                 f"{self._cache.max_tokens}"
             )
-        self._chains[prompt.key] = _Chain(full=full_hashes, open=open_hash, num_announced=num_held_blocks)
+        self._chains[prompt.key] = _Chain(
+            full=full_hashes, open=open_hash, num_announced=num_held_blocks
+        )
         self._queue.add(prompt, now)
 
     def plan(self, now: float) -> StepPlan | None:
@@ -129,11 +139,15 @@ class PrefillScheduler:
         return facts
 
     def abort(self, key: OutputKey) -> None:
-        """The prompt is not wanted any more. Its blocks are let go at once, or when the step that uses them ends."""
+        """The prompt is not wanted any more. Its blocks are let go at once, or when the step that
+        uses them ends.
+        """
         if self._queue.get(key) is None:
             return
         prompt = self._queue.remove(key)
-        if self._in_flight is not None and any(chunk.key == key for chunk in self._in_flight.chunks):
+        if self._in_flight is not None and any(
+            chunk.key == key for chunk in self._in_flight.chunks
+        ):
             self._aborted[key] = prompt
         else:
             self._free(prompt)
@@ -151,7 +165,8 @@ class PrefillScheduler:
         self, chunk: PrefillChunk, has_failed: bool, result: StepResult, rows: slice
     ) -> list[Fact]:
         prompt = self._queue.apply(chunk)
-        assert prompt is not None and prompt.table is not None
+        assert prompt is not None
+        assert prompt.table is not None
         facts: list[Fact] = []
         if has_failed:
             if self._queue.get(chunk.key) is not None:
@@ -178,7 +193,9 @@ class PrefillScheduler:
         return facts
 
     def _finished_pages(self, prompt: Prompt, chain: _Chain, end: int) -> tuple[Page, ...]:
-        """Pages from the last announced block up to position `end`; the open block's only at the prompt's end."""
+        """Pages from the last announced block up to position `end`; the open block's only at the
+        prompt's end.
+        """
         assert prompt.table is not None
         num_full = end // self._cache.block_size
         is_last = end == prompt.num_tokens
@@ -189,7 +206,10 @@ class PrefillScheduler:
     def _page(self, prompt: Prompt, index: int, *, is_open: bool) -> Page:
         kind, block_id = self._where(prompt, index, is_open=is_open)
         return Page(
-            index=index, kind=kind, block_id=block_id, generation=self._cache.generation(kind, block_id)
+            index=index,
+            kind=kind,
+            block_id=block_id,
+            generation=self._cache.generation(kind, block_id),
         )
 
     def _where(self, prompt: Prompt, index: int, *, is_open: bool) -> tuple[PageKind, BlockId]:
@@ -234,6 +254,8 @@ class PrefillScheduler:
     def check_invariants(self) -> None:
         self._queue.check_invariants()
         held = [prompt.table.pages() for prompt in self._queue if prompt.table is not None]
-        held += [prompt.table.pages() for prompt in self._aborted.values() if prompt.table is not None]
+        held += [
+            prompt.table.pages() for prompt in self._aborted.values() if prompt.table is not None
+        ]
         self._cache.check_invariants([*held, self._handed_out.elements()])
         assert set(self._chains) == {p.key for p in self._queue} | set(self._aborted)

@@ -1,9 +1,10 @@
-"""The prefill worker's shell: hand-off streams on one side, the device on the other, the scheduler between.
+"""The prefill worker's shell: hand-off streams on one side, the device on the other, the scheduler
+between.
 
     Handoff stream -> add -> [plan -> device -> apply] -> facts -> HandoffSource -> actions -> stream
 
-Each stream has one `HandoffSource`; its actions are performed here, at once and in order. The stream's end, however it
-comes about, ends the source, and that frees.
+Each stream has one `HandoffSource`; its actions are performed here, at once and in order. The
+stream's end, however it comes about, ends the source, and that frees.
 """
 
 import asyncio
@@ -16,7 +17,14 @@ from dataclasses import dataclass, field
 import anyio
 
 from common.clock import Clock
-from common.errors import Draining, InternalError, MalformedMessage, PrefillLost, PullFailed, TandemError
+from common.errors import (
+    Draining,
+    InternalError,
+    MalformedMessage,
+    PrefillLost,
+    PullFailed,
+    TandemError,
+)
 from common.events import EventLog
 from common.messages import (
     PROTOCOL_VERSION,
@@ -119,7 +127,7 @@ class PrefillService:
             self._idle.clear()
             await self._idle.wait()
 
-    # --- steps -------------------------------------------------------------------------------------------------
+    # --- steps ------------------------------------------------------------------------------------
 
     async def run(self) -> None:
         """The step loop: decide, do, decide again. Sleeps while there is nothing to do."""
@@ -131,7 +139,9 @@ class PrefillService:
                 await self._wake.wait()
                 continue
             for chunk in plan.chunks:
-                self._events.record("chunk_started", key=chunk.key, start=chunk.start, step=plan.step)
+                self._events.record(
+                    "chunk_started", key=chunk.key, start=chunk.start, step=plan.step
+                )
             result = await self._device.execute(plan)
             self._metrics.step.observe(result.duration_s)
             for fact in self._scheduler.apply(plan, result, self._clock.now()):
@@ -139,7 +149,9 @@ class PrefillService:
             self._changed()
 
     def _changed(self) -> None:
-        self._metrics.set_load(self._cache.load, self._scheduler.num_running, self._scheduler.num_waiting)
+        self._metrics.set_load(
+            self._cache.load, self._scheduler.num_running, self._scheduler.num_waiting
+        )
         self._metrics.handoffs.set(len(self._handoffs))
         self.watch.changed()
 
@@ -176,7 +188,7 @@ class PrefillService:
                 error = InternalError("the model's output is not finite for this prompt")
                 self._on(handoff, PromptLost(error=error))
 
-    # --- hand-offs ---------------------------------------------------------------------------------------------
+    # --- hand-offs --------------------------------------------------------------------------------
 
     async def _serve_handoff(self, stream: Stream) -> None:
         message = await stream.receive()
@@ -295,7 +307,9 @@ class PrefillService:
     async def _serve_link(self, stream: Stream) -> None:
         message = await stream.receive()
         if not isinstance(message, LinkRequest) or message.protocol != PROTOCOL_VERSION:
-            raise MalformedMessage(f"a Link stream starts with a LinkRequest of protocol {PROTOCOL_VERSION}")
+            raise MalformedMessage(
+                f"a Link stream starts with a LinkRequest of protocol {PROTOCOL_VERSION}"
+            )
         address = self._transport.describe()
         await stream.send(
             LinkReply(

@@ -1,8 +1,9 @@
 """Names of block contents: a chain of 128-bit BLAKE2b hashes.
 
-A block's hash covers the model, the block size, the tenant's salt, everything before the block (through its parent's
-hash) and its own tokens. So equal hashes mean equal KV, also across workers, and a page can be checked against the
-tokens that somebody asked for. A partly filled block is named in the same way, over the tokens it has.
+A block's hash covers the model, the block size, the tenant's salt, everything before the block
+(through its parent's hash) and its own tokens. So equal hashes mean equal KV, also across workers,
+and a page can be checked against the tokens that somebody asked for. A partly filled block is named
+in the same way, over the tokens it has.
 """
 
 import hashlib
@@ -14,7 +15,9 @@ HASH_BYTES = 16
 
 
 def root_hash(model_fingerprint: bytes, block_size: int, salt: str = "") -> bytes:
-    """Parent of every first block. Fields are length-prefixed, so different fields never concatenate alike."""
+    """Parent of every first block. Fields are length-prefixed, so different fields never
+    concatenate alike.
+    """
     digest = hashlib.blake2b(digest_size=HASH_BYTES, person=b"tandem-kv-root")
     for field in (model_fingerprint, block_size.to_bytes(4, "little"), salt.encode()):
         digest.update(len(field).to_bytes(8, "little"))
@@ -57,4 +60,6 @@ class HashChain:
 
 
 def _link(parent: bytes, tokens: bytes) -> bytes:
-    return hashlib.blake2b(parent + tokens, digest_size=HASH_BYTES, person=b"tandem-kv-block").digest()
+    return hashlib.blake2b(
+        parent + tokens, digest_size=HASH_BYTES, person=b"tandem-kv-block"
+    ).digest()

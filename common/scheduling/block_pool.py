@@ -1,8 +1,9 @@
 """Blocks of one kind of page: who holds them, which are cached, which are free.
 
-Life of a block: free -> held (count > 0) -> cached (count 0, content known by hash) or free again. `allocate` takes a
-free block, else reclaims the cached block that was released longest ago. Every allocation starts a new generation, so
-a name (block, generation) never means two contents. All operations cost the same however large the pool is.
+Life of a block: free -> held (count > 0) -> cached (count 0, content known by hash) or free again.
+`allocate` takes a free block, else reclaims the cached block that was released longest ago. Every
+allocation starts a new generation, so a name (block, generation) never means two contents. All
+operations cost the same however large the pool is.
 
 The pool never looks at holders; whoever takes a reference gives it back. Used by `KvCache` alone.
 """

@@ -3,7 +3,9 @@
 from common.types import FinishReason, SamplingParams
 
 
-def finish_reason(sampling: SamplingParams, token_id: int, num_output_tokens: int) -> FinishReason | None:
+def finish_reason(
+    sampling: SamplingParams, token_id: int, num_output_tokens: int
+) -> FinishReason | None:
     """`num_output_tokens` counts `token_id` too. A stop token exactly at the limit is a stop."""
     if token_id in sampling.stop_token_ids and num_output_tokens >= sampling.min_tokens:
         return FinishReason.STOP

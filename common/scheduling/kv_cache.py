@@ -1,8 +1,8 @@
 """The KV of requests as blocks: tables, tails, prefix sharing. Pure bookkeeping over two pools.
 
-Block 0 of a request is an exact page, every later full block a packed page, the open block (from block 1 on) the
-request's tail, an exact page (common/scheduling/plan.py). Only full blocks are named and shared. A request that
-needs more pages gets all of them or none.
+Block 0 of a request is an exact page, every later full block a packed page, the open block (from
+block 1 on) the request's tail, an exact page (common/scheduling/plan.py). Only full blocks are
+named and shared. A request that needs more pages gets all of them or none.
 """
 
 from collections import Counter
@@ -54,7 +54,9 @@ class KvCache:
         """Pages that an unshared request of that many tokens holds."""
         num_blocks = -(-num_tokens // self.block_size)
         has_tail = num_blocks > 1 and num_tokens % self.block_size != 0
-        return Counter({PageKind.PACKED: max(0, num_blocks - 1), PageKind.EXACT: min(1, num_blocks) + has_tail})
+        return Counter(
+            {PageKind.PACKED: max(0, num_blocks - 1), PageKind.EXACT: min(1, num_blocks) + has_tail}
+        )
 
     @property
     def max_tokens(self) -> int:
@@ -79,10 +81,13 @@ class KvCache:
                 return index
         return len(hashes)
 
-    def start(self, hashes: Sequence[bytes], num_tokens: int, spare: Counter[PageKind]) -> BlockTable | None:
+    def start(
+        self, hashes: Sequence[bytes], num_tokens: int, spare: Counter[PageKind]
+    ) -> BlockTable | None:
         """A table for `num_tokens` tokens that shares the cached prefix among `hashes`.
 
-        Afterwards `spare` pages can still be allocated. None when that is not possible now; then nothing changed.
+        Afterwards `spare` pages can still be allocated. None when that is not possible now; then
+        nothing changed.
         """
         table = BlockTable()
         for index in range(self.find_prefix(hashes)):
@@ -98,7 +103,9 @@ class KvCache:
         return table
 
     def grow(self, table: BlockTable, num_tokens: int) -> bool:
-        """Makes room for `num_tokens` tokens in all. False, and nothing changed, when there are not enough pages."""
+        """Makes room for `num_tokens` tokens in all. False, and nothing changed, when there are not
+        enough pages.
+        """
         missing = self._missing(table, num_tokens)
         if not self.can_allocate(missing):
             return False
@@ -109,10 +116,14 @@ class KvCache:
             table.tail = self._allocate(PageKind.EXACT)
         return True
 
-    def fork(self, table: BlockTable, num_tokens: int) -> tuple[BlockTable, tuple[BlockId, BlockId] | None] | None:
-        """A second table over the same `num_tokens` tokens: full blocks shared, the open block its own.
+    def fork(
+        self, table: BlockTable, num_tokens: int
+    ) -> tuple[BlockTable, tuple[BlockId, BlockId] | None] | None:
+        """A second table over the same `num_tokens` tokens: full blocks shared, the open block its
+        own.
 
-        Returns it with the (source, destination) exact page to copy; None when there is no page for that.
+        Returns it with the (source, destination) exact page to copy; None when there is no page for
+        that.
         """
         is_open = num_tokens % self.block_size != 0
         if is_open and not self.can_allocate(Counter({PageKind.EXACT: 1, PageKind.PACKED: 1})):
@@ -154,12 +165,16 @@ class KvCache:
         table.num_named = 0
 
     def drain_clears(self) -> tuple[tuple[PageKind, BlockId], ...]:
-        """Pages allocated since the last call: their old tags must be erased before they are written."""
+        """Pages allocated since the last call: their old tags must be erased before they are
+        written.
+        """
         clears = tuple(self._clears)
         self._clears.clear()
         return clears
 
-    def check_invariants(self, holders: Iterable[Iterable[tuple[PageKind, BlockId]]] | None = None) -> None:
+    def check_invariants(
+        self, holders: Iterable[Iterable[tuple[PageKind, BlockId]]] | None = None
+    ) -> None:
         """`holders` yields, for everything that names pages, the pages it names."""
         if holders is None:
             for pool in self._pools.values():
@@ -178,12 +193,17 @@ class KvCache:
         return Counter(
             {
                 PageKind.PACKED: sum(1 for index in new if index > 0),
-                PageKind.EXACT: sum(1 for index in new if index == 0) + self._needs_tail(table, num_tokens),
+                PageKind.EXACT: sum(1 for index in new if index == 0)
+                + self._needs_tail(table, num_tokens),
             }
         )
 
     def _needs_tail(self, table: BlockTable, num_tokens: int) -> bool:
-        return table.tail is None and num_tokens > self.block_size and num_tokens % self.block_size != 0
+        return (
+            table.tail is None
+            and num_tokens > self.block_size
+            and num_tokens % self.block_size != 0
+        )
 
     def _allocate(self, kind: PageKind) -> BlockId:
         block_id = self._pools[kind].allocate()

@@ -1,15 +1,17 @@
 """The decision for one forward pass, and what came of it.
 
-A scheduler makes a `StepPlan`; the runner executes it and returns a `StepResult`; the scheduler applies that.
-A plan names everything decided, so it can be printed, asserted on and replayed.
+A scheduler makes a `StepPlan`; the runner executes it and returns a `StepResult`; the scheduler
+applies that. A plan names everything decided, so it can be printed, asserted on and replayed.
 
-Where KV lives (see common/pages.py). A request's *block table* lists its blocks in order: entry 0 is the id of
-an **exact** page (block 0 is read exact for ever), every later entry the id of a **packed** page. The block that
-is still open is written to the request's *tail*, an exact page, and sealed into its packed page once, when its
-last token is written. While block 0 is the open block there is no tail: block 0's own exact page takes the
-tokens. So a request holds at most two exact pages.
+Where KV lives (see common/pages.py). A request's *block table* lists its blocks in order: entry 0
+is the id of an **exact** page (block 0 is read exact for ever), every later entry the id of a
+**packed** page. The block that is still open is written to the request's *tail*, an exact page, and
+sealed into its packed page once, when its last token is written. While block 0 is the open block
+there is no tail: block 0's own exact page takes the tokens. So a request holds at most two exact
+pages.
 
-Order inside one step: clears, copies, starts, the forward pass (store, seal, attend, sample), tags, drops.
+Order inside one step: clears, copies, starts, the forward pass (store, seal, attend, sample), tags,
+drops.
 """
 
 from collections.abc import Sequence
@@ -31,10 +33,11 @@ class PageKind(IntEnum):
 class OutputStart:
     """The runner begins to keep state for an output: its tokens, its sampling state, its table.
 
-    `token_ids` [num_tokens] int32 holds the prompt and everything generated so far. `num_prompt_tokens` is the
-    original prompt length; it stays the same over resubmissions, so that penalties and limits do not shift.
-    When KV was computed elsewhere, `block_ids` and `tail` hold it already, and the last token of `token_ids` is the
-    next one to be fed. For an output that begins with a chunk they are empty; the chunk brings the table.
+    `token_ids` [num_tokens] int32 holds the prompt and everything generated so far.
+    `num_prompt_tokens` is the original prompt length; it stays the same over resubmissions, so that
+    penalties and limits do not shift. When KV was computed elsewhere, `block_ids` and `tail` hold
+    it already, and the last token of `token_ids` is the next one to be fed. For an output that
+    begins with a chunk they are empty; the chunk brings the table.
     """
 
     key: OutputKey
@@ -50,10 +53,11 @@ class OutputStart:
 class PrefillChunk:
     """Consecutive prompt tokens computed in this step.
 
-    `start` is the position of the first one; it is a multiple of the block size. `block_ids` is the table up to
-    the last block that the chunk touches. `tail` is set when the chunk leaves a block other than block 0 open.
-    `num_outputs` > 0 marks the last chunk: that many first tokens are sampled, for output indices
-    `output_index`, `output_index + 1`, ...; the first of them continues under `key`.
+    `start` is the position of the first one; it is a multiple of the block size. `block_ids` is the
+    table up to the last block that the chunk touches. `tail` is set when the chunk leaves a block
+    other than block 0 open. `num_outputs` > 0 marks the last chunk: that many first tokens are
+    sampled, for output indices `output_index`, `output_index + 1`, ...; the first of them continues
+    under `key`.
     """
 
     key: OutputKey
@@ -66,7 +70,9 @@ class PrefillChunk:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TagOrder:
-    """Write the tag and checksum of a finished page, so that another process may read and believe it."""
+    """Write the tag and checksum of a finished page, so that another process may read and believe
+    it.
+    """
 
     kind: PageKind
     block_id: BlockId
@@ -84,7 +90,9 @@ class StepPlan:
     chunks: tuple[PrefillChunk, ...] = ()
     decodes: tuple[OutputKey, ...] = ()
     grown: tuple[tuple[OutputKey, BlockId], ...] = ()
-    """Block table entries appended in this step: the packed page that the open block will be sealed into."""
+    """Block table entries appended in this step: the packed page that the open block will be sealed
+    into.
+    """
     tails: tuple[tuple[OutputKey, BlockId], ...] = ()
     """Tails given in this step to outputs whose block 1 opens."""
     copies: tuple[tuple[BlockId, BlockId], ...] = ()
@@ -106,7 +114,8 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """Columns over sampled tokens: the outputs of each finished prompt in chunk order, then the decodes in order.
+    """Columns over sampled tokens: the outputs of each finished prompt in chunk order, then the
+    decodes in order.
 
     A prompt with `num_outputs` > 1 appears that many times under the chunk's key, in output order.
     `failed` names outputs whose logits were not finite; they have no row in the columns.
@@ -135,6 +144,8 @@ class LandingMove:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LandingResult:
-    """For each move, None when the page is in the pool, else why it was refused (then nothing was copied)."""
+    """For each move, None when the page is in the pool, else why it was refused (then nothing was
+    copied).
+    """
 
     refusals: Sequence[str | None]

@@ -1,11 +1,13 @@
-"""Which prompts are computed next, chunk by chunk. Shared by prefill workers and by decode workers that prefill.
+"""Which prompts are computed next, chunk by chunk. Shared by prefill workers and by decode workers
+that prefill.
 
-Order: higher priority first, then fewest tokens left, with ageing: a prompt gains `AGEING_TOKENS_PER_S` on those that
-arrive later, so a long one is overtaken only by prompts that arrive within a bounded time. Since ageing is linear in
-time, waiting prompts never change places, and a sorted list is enough.
+Order: higher priority first, then fewest tokens left, with ageing: a prompt gains
+`AGEING_TOKENS_PER_S` on those that arrive later, so a long one is overtaken only by prompts that
+arrive within a bounded time. Since ageing is linear in time, waiting prompts never change places,
+and a sorted list is enough.
 
-A prompt's blocks are reserved as a whole when its first chunk is planned. One that does not fit lets smaller ones pass
-for at most `MAX_OVERTAKEN_S`, then the line waits for it.
+A prompt's blocks are reserved as a whole when its first chunk is planned. One that does not fit
+lets smaller ones pass for at most `MAX_OVERTAKEN_S`, then the line waits for it.
 """
 
 from bisect import bisect_left, insort
@@ -28,10 +30,11 @@ MAX_TRIED = 16
 
 @dataclass(slots=True, eq=False)
 class Prompt:
-    """A prompt on its way through the queue. `hashes` names its full blocks, the last token's block excluded.
+    """A prompt on its way through the queue. `hashes` names its full blocks, the last token's block
+    excluded.
 
-    (At least one token is always computed, since its logits are wanted; and its own block must be read exact,
-    which a shared, sealed block is not: hence the whole last block is computed.)
+    (At least one token is always computed, since its logits are wanted; and its own block must be
+    read exact, which a shared, sealed block is not: hence the whole last block is computed.)
     """
 
     key: OutputKey
@@ -57,7 +60,9 @@ class Prompt:
 
 
 def shareable(hashes: list[bytes], num_tokens: int, block_size: int) -> list[bytes]:
-    """The leading full blocks of a prompt that a prefix hit may cover: all but the last token's block."""
+    """The leading full blocks of a prompt that a prefix hit may cover: all but the last token's
+    block.
+    """
     return hashes[: (num_tokens - 1) // block_size]
 
 
@@ -121,11 +126,14 @@ class PromptQueue:
         return tuple(starts), tuple(chunks)
 
     def apply(self, chunk: PrefillChunk) -> Prompt | None:
-        """A chunk is computed. The prompt; None when it was removed meanwhile. A finished one leaves the queue."""
+        """A chunk is computed. The prompt; None when it was removed meanwhile. A finished one
+        leaves the queue.
+        """
         prompt = self._by_key.get(chunk.key)
         if prompt is None:
             return None
-        assert prompt.table is not None and prompt.num_computed_tokens == chunk.start
+        assert prompt.table is not None
+        assert prompt.num_computed_tokens == chunk.start
         prompt.num_computed_tokens += chunk.num_tokens
         self.num_queued_tokens -= chunk.num_tokens
         if prompt.num_computed_tokens == prompt.num_tokens:

@@ -1,0 +1,387 @@
+"""A fleet inside one process, on the in-process transport and memory streams: real schedulers, real services, real
+hand-off; only the model, the network and (on a VirtualTimeLoop) time are not.
+
+    async with fleet(num_prefill=1, num_decode=1) as f:
+        outputs = await f.client().generate(prompt, max_tokens=20)
+"""
+
+import asyncio
+import contextlib
+import itertools
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import anyio
+from anyio.abc import TaskGroup
+
+from common.errors import WorkerLost
+from common.events import EventLog
+from common.messages import (
+    Admitted,
+    Cancel,
+    Failed,
+    GenerateRequest,
+    Hello,
+    PrefillDone,
+    Route,
+    Submit,
+    TokenBatch,
+    pack_tokens,
+)
+from common.rpc import MemoryPeer, Peer, Stream
+from common.scheduling.kv_cache import KvCache
+from common.scheduling.plan import LandingMove, LandingResult, PageKind, StepPlan, StepResult
+from common.types import FinishReason, Role, SamplingParams
+from common.worker import Identity
+from common.worker_metrics import WorkerMetrics
+from decode_worker.links import Links
+from decode_worker.pull import Puller
+from decode_worker.scheduler import BatchScheduler
+from decode_worker.service import DecodeService
+from kvtransfer.landing import LandingZone
+from kvtransfer.memory_transport import MemoryFabric, MemoryTransport
+from prefill_worker.scheduler import PrefillScheduler
+from prefill_worker.service import PrefillService
+from simulator.virtual_time import LoopClock
+from tests.fakes.hash_model import LAYOUT_FINGERPRINT, HashRunner
+
+STEP_S = 0.02
+MODEL_FINGERPRINT = b"hash-model"
+MAX_MODEL_LEN = 4096
+
+
+class SteppedDevice:
+    """Runs a runner in the loop itself; a step takes `step_s` of the loop's time, a landing none."""
+
+    def __init__(self, runner: Any, step_s: float) -> None:
+        self.runner = runner
+        self._step_s = step_s
+        self.may_run = asyncio.Event()
+        self.may_run.set()
+        self.num_tokens_computed = 0
+
+    async def execute(self, plan: StepPlan) -> StepResult:
+        await self.may_run.wait()
+        await anyio.sleep(self._step_s)
+        self.num_tokens_computed += sum(chunk.num_tokens for chunk in plan.chunks)
+        result: StepResult = self.runner.execute(plan)
+        return result
+
+    async def land(self, moves: Sequence[LandingMove]) -> LandingResult:
+        await self.may_run.wait()
+        await asyncio.sleep(0)
+        result: LandingResult = self.runner.land(moves)
+        return result
+
+
+@dataclass(eq=False)
+class Worker:
+    address: str
+    identity: Identity
+    cache: KvCache
+    scheduler: Any
+    service: Any
+    device: SteppedDevice
+    runner: Any
+    metrics: WorkerMetrics
+    scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
+    peers: list[MemoryPeer] = field(default_factory=list)
+    zone: LandingZone | None = None
+
+    def check(self) -> None:
+        self.scheduler.check_invariants()
+        if self.zone is not None:
+            self.zone.check_invariants()
+
+    def check_at_rest(self) -> None:
+        """Nothing is held, nothing is remembered."""
+        self.check()
+        assert self.cache.load.held == 0, self.cache.load
+        assert self.scheduler.num_running == 0
+        assert self.scheduler.num_waiting == 0
+        if self.zone is not None:
+            assert self.zone.num_in_use == 0
+            assert self.zone.num_quarantined == 0
+
+    def metric(self, name: str, labels: dict[str, str] | None = None) -> float:
+        return self.metrics.registry.get_sample_value(f"tandem_{name}", labels or {}) or 0.0
+
+
+class Fleet:
+    def __init__(self, group: TaskGroup, **settings: Any) -> None:
+        self.group = group
+        self.fabric = MemoryFabric()
+        self.workers: dict[str, Worker] = {}
+        self._settings = settings
+        self._incarnations = itertools.count(1)
+
+    def connect(self, address: str) -> Peer:
+        worker = self.workers.get(address)
+        if worker is None:
+            return _NoPeer(address)
+        peer = MemoryPeer(worker.service.handlers(), self.group)
+        worker.peers.append(peer)
+        return peer
+
+    def add(self, role: Role, address: str, **overrides: Any) -> Worker:
+        s = {**self._settings, **overrides}
+        number = next(self._incarnations)
+        incarnation = f"{number:016x}"
+        block_size = s.get("block_size", 16)
+        num_packed = s.get("num_packed", 256)
+        num_exact = s.get("num_exact", 64)
+        num_landing = s.get("num_landing", 64)
+        make = s.get("runner", HashRunner)
+        runner = make(
+            num_packed=num_packed,
+            num_exact=num_exact,
+            num_landing=num_landing,
+            block_size=block_size,
+            incarnation=number,
+        )
+        identity = Identity(
+            role=role,
+            incarnation=incarnation,
+            metrics="",
+            model_fingerprint=s.get("model_fingerprint", MODEL_FINGERPRINT),
+            layout=f"test layout of {address}",
+            layout_fingerprint=s.get("layout_fingerprint", getattr(runner, "layout_fingerprint", LAYOUT_FINGERPRINT)),
+            block_size=block_size,
+            max_model_len=MAX_MODEL_LEN,
+        )
+        cache = KvCache(num_packed=num_packed, num_exact=num_exact, block_size=block_size)
+        device = SteppedDevice(runner, s.get("step_s", STEP_S))
+        transport = MemoryTransport(self.fabric, incarnation, runner.pool, runner.landing)
+        parts = {
+            "identity": identity,
+            "cache": cache,
+            "device": device,
+            "clock": LoopClock(),
+            "metrics": WorkerMetrics(),
+            "events": s.get("events") or EventLog(LoopClock()),
+        }
+        build = self._prefill if role is Role.PREFILL else self._decode
+        worker = build(role, address, s, parts, transport, num_landing)
+        self.workers[address] = worker
+        self.group.start_soon(self._run, worker)
+        return worker
+
+    def _prefill(
+        self, role: Role, address: str, s: dict[str, Any], parts: dict[str, Any], transport: Any, _: int
+    ) -> Worker:
+        scheduler = PrefillScheduler(
+            parts["cache"], chunk_tokens=s.get("chunk_tokens", 64), max_model_len=MAX_MODEL_LEN
+        )
+        service = PrefillService(
+            scheduler=scheduler,
+            transport=transport,
+            handoff_stall_s=s.get("handoff_stall_s", 30.0),
+            **parts,
+        )
+        return Worker(
+            address=address,
+            identity=parts["identity"],
+            cache=parts["cache"],
+            scheduler=scheduler,
+            service=service,
+            device=parts["device"],
+            runner=parts["device"].runner,
+            metrics=parts["metrics"],
+        )
+
+    def _decode(
+        self, role: Role, address: str, s: dict[str, Any], parts: dict[str, Any], transport: Any, num_landing: int
+    ) -> Worker:
+        scheduler = BatchScheduler(
+            parts["cache"],
+            chunk_tokens=s.get("chunk_tokens", 64),
+            max_num_seqs=s.get("max_num_seqs", 16),
+            max_waiting=s.get("max_waiting", 64),
+            max_model_len=MAX_MODEL_LEN,
+            is_colocated=role is Role.COLOCATED,
+        )
+        service = DecodeService(scheduler=scheduler, **parts)
+        zone = LandingZone(num_packed=num_landing, num_exact=num_landing)
+        links = Links(
+            identity=parts["identity"],
+            transport=transport,
+            zone=zone,
+            connect=self.connect,
+            metrics=parts["metrics"],
+            page_bytes=1,
+        )
+        service.use(
+            Puller(
+                scheduler=scheduler,
+                device=parts["device"],
+                transport=transport,
+                zone=zone,
+                links=links,
+                page_bytes={PageKind.PACKED: 1, PageKind.EXACT: 1},
+                block_size=s.get("block_size", 16),
+                clock=parts["clock"],
+                metrics=parts["metrics"],
+                events=parts["events"],
+                group=self.group,
+                wake=service.wake,
+                handoff_stall_s=s.get("handoff_stall_s", 30.0),
+            )
+        )
+        return Worker(
+            address=address,
+            identity=parts["identity"],
+            cache=parts["cache"],
+            scheduler=scheduler,
+            service=service,
+            device=parts["device"],
+            runner=parts["device"].runner,
+            metrics=parts["metrics"],
+            zone=zone,
+        )
+
+    async def _run(self, worker: Worker) -> None:
+        with worker.scope:
+            await worker.service.run()
+
+    async def kill(self, address: str) -> None:
+        """The process is gone: streams break, its memory cannot be read, nothing of it runs on."""
+        worker = self.workers.pop(address)
+        worker.scope.cancel()
+        self.fabric.kill(worker.identity.incarnation)
+        for peer in worker.peers:
+            for stream in peer.streams:
+                stream.break_with(WorkerLost(f"{address}: connection lost"))
+
+    def client(self, decode: str = "d0", prefill: str | None = "p0") -> "Client":
+        return Client(self, decode, prefill)
+
+    def check_at_rest(self) -> None:
+        for worker in self.workers.values():
+            worker.check_at_rest()
+
+
+class _NoPeer:
+    def __init__(self, address: str) -> None:
+        self._address = address
+
+    def open(self, method: str) -> Stream:
+        raise WorkerLost(f"{self._address}: connection refused")
+
+    async def close(self) -> None:
+        return None
+
+
+@dataclass
+class Outputs:
+    tokens: dict[int, list[int]] = field(default_factory=dict)
+    finish_reasons: dict[int, FinishReason] = field(default_factory=dict)
+    num_cached_tokens: int | None = None
+    error: Failed | None = None
+    num_admitted: int = 0
+    times: list[float] = field(default_factory=list)
+
+
+class Client:
+    """One session with a decode worker, in the router's place: routes every request to one prefill worker."""
+
+    def __init__(self, fleet: Fleet, decode: str, prefill: str | None) -> None:
+        self._fleet = fleet
+        self._prefill = prefill
+        self._worker = fleet.workers[decode]
+        self.stream: Stream = fleet.connect(decode).open("Session")
+        self._outputs: dict[str, tuple[Outputs, asyncio.Event, asyncio.Event]] = {}
+        self._numbers = itertools.count()
+        self._has_begun = False
+
+    async def begin(self) -> None:
+        self._has_begun = True
+        await self.stream.send(Hello(router_id="test", incarnation=self._worker.identity.incarnation))
+        self._fleet.group.start_soon(self._receive)
+
+    async def submit(
+        self, prompt: Sequence[int], sampling: SamplingParams, **fields: Any
+    ) -> tuple[str, Outputs, asyncio.Event, asyncio.Event]:
+        """(id, what has come so far, set at the first token, set at the end)"""
+        if not self._has_begun:
+            await self.begin()
+        request_id = f"r{next(self._numbers)}"
+        state = (Outputs(), asyncio.Event(), asyncio.Event())
+        self._outputs[request_id] = state
+        await self.stream.send(
+            Submit(
+                request=GenerateRequest(
+                    request_id=request_id,
+                    token_ids=pack_tokens(list(prompt)),
+                    num_prompt_tokens=fields.pop("num_prompt_tokens", len(prompt)),
+                    sampling=sampling,
+                    **fields,
+                )
+            )
+        )
+        return (request_id, *state)
+
+    async def generate(
+        self, prompt: Sequence[int], sampling: SamplingParams, **fields: Any
+    ) -> Outputs:
+        _, outputs, _, end = await self.submit(prompt, sampling, **fields)
+        await end.wait()
+        return outputs
+
+    async def cancel(self, request_id: str) -> None:
+        await self.stream.send(Cancel(request_id=request_id))
+        self._outputs[request_id][2].set()
+
+    async def _receive(self) -> None:
+        with contextlib.suppress(WorkerLost):
+            while (message := await self.stream.receive()) is not None:
+                await self._on(message)
+        for _, first, end in self._outputs.values():
+            first.set()
+            end.set()
+
+    async def _on(self, message: object) -> None:
+        now = asyncio.get_running_loop().time()
+        match message:
+            case Admitted(request_id=request_id, needs_route=needs_route):
+                self._outputs[request_id][0].num_admitted += 1
+                if needs_route:
+                    await self.stream.send(Route(request_id=request_id, prefill=self._prefill))
+            case PrefillDone(request_id=request_id):
+                self._outputs[request_id][0].num_cached_tokens = message.num_cached_tokens
+            case TokenBatch():
+                for row, request_id in enumerate(message.request_ids):
+                    self._token(message, row, request_id, now)
+            case Failed(request_id=request_id):
+                outputs, first, end = self._outputs[request_id]
+                outputs.error = message
+                first.set()
+                end.set()
+
+    def _token(self, batch: TokenBatch, row: int, request_id: str, now: float) -> None:
+        outputs, first, end = self._outputs[request_id]
+        index = batch.output_indices[row]
+        outputs.tokens.setdefault(index, []).append(batch.token_ids[row])
+        outputs.times.append(now)
+        first.set()
+        reason = batch.finish_reasons[row]
+        if reason is not None:
+            outputs.finish_reasons[index] = reason
+            if set(outputs.finish_reasons) == set(outputs.tokens):
+                end.set()
+
+
+@contextlib.asynccontextmanager
+async def fleet(
+    num_prefill: int = 1, num_decode: int = 1, num_colocated: int = 0, **settings: Any
+) -> AsyncIterator[Fleet]:
+    async with anyio.create_task_group() as group:
+        made = Fleet(group, **settings)
+        for number in range(num_prefill):
+            made.add(Role.PREFILL, f"p{number}")
+        for number in range(num_decode):
+            made.add(Role.DECODE, f"d{number}")
+        for number in range(num_colocated):
+            made.add(Role.COLOCATED, f"c{number}")
+        yield made
+        group.cancel_scope.cancel()
