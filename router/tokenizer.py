@@ -30,16 +30,21 @@ _MARKERS = "".join(map(chr, range(0xE000, 0xE100)))
 
 class Tokenizer:
     def __init__(
-        self, tokenizer: HfTokenizer, plain: HfTokenizer, texts: TokenTexts, template: ChatTemplate
+        self,
+        tokenizer: HfTokenizer,
+        plain: Callable[[], HfTokenizer],
+        texts: TokenTexts,
+        template: ChatTemplate,
     ) -> None:
-        """`plain` is the same tokenizer with `encode_special_tokens` on: it knows no control tokens."""
+        """`plain` makes the same tokenizer without control tokens, when one is first needed."""
         self._tokenizer = tokenizer
-        self._plain = plain
+        self._make_plain = plain
+        self._plain: HfTokenizer | None = None
         self.texts = texts
         self.template = template
         added = tokenizer.get_added_tokens_decoder().values()
-        self._control = sorted((t.content for t in added if t.special), key=len, reverse=True)
-        self._control_pattern = re.compile("|".join(map(re.escape, self._control)) or "(?!)")
+        control = sorted((t.content for t in added if t.special), key=len, reverse=True)
+        self._control = re.compile("|".join(map(re.escape, control)) or "(?!)")
         self._max_token_bytes = texts.max_bytes
         self._threads: anyio.CapacityLimiter | None = None
 
@@ -60,21 +65,23 @@ class Tokenizer:
     ) -> list[int]:
         """Token ids of a chat. Raises InvalidRequest with the template's reason."""
         num_chars = sum(len(str(m.get("content"))) for m in messages)
-
-        def work() -> list[int]:
-            given, control = {"messages": messages} | (variables or {}), None
-            if self._has_control(given):
-                control = _Marked.around(given, self._control_pattern)
-                given = control.marked
-            text = self.template.render(add_generation_prompt=add_generation_prompt, **given)
-            self._check_size(text, max_tokens)
-            if control is None:
-                return self._encode(text, False)
-            return self._encode_marked(control, text)
-
         if num_chars > max_tokens * self._max_token_bytes:
             raise _too_long(num_chars, self._max_token_bytes, max_tokens)
-        return await self._run(num_chars, work)
+        given: dict[str, Any] = {"messages": messages} | (variables or {})
+        has_control = self._has_control(given)
+
+        def work() -> list[int]:
+            marked = _Marked.around(given, self._control) if has_control else None
+            text = self.template.render(
+                add_generation_prompt=add_generation_prompt,
+                **(given if marked is None else marked.chat),
+            )
+            self._check_size(text, max_tokens)
+            if marked is None:
+                return self._encode(text, False)
+            return self._encode_pieces(marked.split(text))
+
+        return await self._run(_THREAD_FROM_CHARS if has_control else num_chars, work)
 
     def decode(self, token_ids: list[int]) -> str:
         detokenizer = Detokenizer(self.texts)
@@ -106,14 +113,16 @@ class Tokenizer:
 
     def _has_control(self, value: Any) -> bool:
         if isinstance(value, str):
-            return self._control_pattern.search(value) is not None
+            return self._control.search(value) is not None
         if isinstance(value, dict):
             return any(map(self._has_control, value.values()))
         return isinstance(value, list) and any(map(self._has_control, value))
 
-    def _encode_marked(self, control: "_Marked", text: str) -> list[int]:
-        """`text` with its marked control tokens as plain text. Pieces are encoded apart, as transformers does."""
-        first, *others = control.split(text)
+    def _encode_pieces(self, pieces: list[str | None]) -> list[int]:
+        """Text and control tokens by turns; these as plain text, each apart, as transformers does."""
+        if self._plain is None:
+            self._plain = self._make_plain()
+        first, *others = pieces
         token_ids = self._encode(first or "", False)
         for number, piece in enumerate(others, start=1):
             if piece:
@@ -133,8 +142,8 @@ class Tokenizer:
 class _Marked:
     """A chat whose control tokens are wrapped in two characters that occur nowhere else in it."""
 
-    def __init__(self, marked: dict[str, Any], pattern: re.Pattern[str]) -> None:
-        self.marked = marked
+    def __init__(self, chat: dict[str, Any], pattern: re.Pattern[str]) -> None:
+        self.chat = chat
         self._pattern = pattern
 
     @classmethod
@@ -161,16 +170,25 @@ def load_tokenizer(directory: Path, chat_template: Path | None = None) -> Tokeni
     path = directory / "tokenizer.json"
     try:
         source = path.read_text(encoding="utf-8")
-        tokenizer = HfTokenizer.from_str(source)
-        plain = HfTokenizer.from_str(source)
+        tokenizer = _read(source)
     except Exception as error:  # the library raises plain exceptions of its own
         raise ConfigError(f"cannot read the tokenizer {path}: {error}") from None
-    for each in (tokenizer, plain):
-        each.no_padding()
-        each.no_truncation()
-    plain.encode_special_tokens = True
     texts = TokenTexts.of(json.loads(source), tokenizer.get_vocab(with_added_tokens=True))
-    return Tokenizer(tokenizer, plain, texts, load_chat_template(directory, chat_template))
+    template = load_chat_template(directory, chat_template)
+    return Tokenizer(tokenizer, lambda: _read_plain(source), texts, template)
+
+
+def _read(source: str) -> HfTokenizer:
+    tokenizer = HfTokenizer.from_str(source)
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    return tokenizer
+
+
+def _read_plain(source: str) -> HfTokenizer:
+    tokenizer = _read(source)
+    tokenizer.encode_special_tokens = True
+    return tokenizer
 
 
 def _too_long(num_bytes: int, max_token_bytes: int, max_tokens: int) -> ContextLengthExceeded:
