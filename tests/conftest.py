@@ -1,0 +1,14 @@
+"""Fixtures that every folder of tests may use."""
+
+from pathlib import Path
+
+import pytest
+
+from common import demo_model as demo
+from common.config import home
+
+
+@pytest.fixture(scope="session")
+def demo_model() -> Path:
+    """The demo model's directory, prepared on first use."""
+    return demo.prepare(home(), report=lambda text: None)

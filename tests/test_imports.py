@@ -1,0 +1,113 @@
+"""The import table of the design: which folder may import which, and where torch lives."""
+
+import ast
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from common.config import COMMANDS
+
+ROOT = Path(__file__).resolve().parent.parent
+
+PRODUCT = ("common", "kvtransfer", "prefill_worker", "decode_worker", "router")
+OURS = {*PRODUCT, "simulator", "bench", "tandem"}
+MAY_IMPORT = {
+    "common": {"common"},
+    "kvtransfer": {"common", "kvtransfer"},
+    "prefill_worker": {"common", "kvtransfer", "prefill_worker"},
+    "decode_worker": {"common", "kvtransfer", "decode_worker"},
+    "router": {"common", "router"},
+}
+"""Folders that are not named may import everything."""
+
+LIVES_IN = {
+    "torch": ("common/engine/", "common/kernels/", "kvtransfer/nixl_transport.py"),
+    "triton": ("common/kernels/",),
+    "nixl": ("kvtransfer/nixl_transport.py",),
+    "nixl_cu12": ("kvtransfer/nixl_transport.py",),
+    "nixl_cu13": ("kvtransfer/nixl_transport.py",),
+    "transformers": (),
+    "pickle": (),
+}
+
+
+def sources(*folders: str) -> list[Path]:
+    return sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
+
+
+def imported(path: Path) -> Iterator[str]:
+    """Every module that the file names in an import, wherever the import stands."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        match node:
+            case ast.Import(names=names):
+                yield from (name.name for name in names)
+            case ast.ImportFrom(module=str(module), names=names, level=0):
+                yield module
+                yield from (f"{module}.{name.name}" for name in names)
+            case ast.ImportFrom(level=level) if level > 0:
+                raise AssertionError(f"{path.relative_to(ROOT)} has a relative import")
+
+
+@pytest.mark.parametrize("folder", list(MAY_IMPORT))
+def test_a_folder_imports_only_what_the_table_permits(folder: str) -> None:
+    found = {
+        (str(path.relative_to(ROOT)), name)
+        for path in sources(folder)
+        for name in (module.split(".")[0] for module in imported(path))
+        if name in OURS - MAY_IMPORT[folder]
+    }
+    assert found == set()
+
+
+@pytest.mark.parametrize("library", list(LIVES_IN))
+def test_a_library_is_imported_only_where_it_lives(library: str) -> None:
+    importers = {
+        str(path.relative_to(ROOT))
+        for path in [*sources(*PRODUCT), ROOT / "tandem.py"]
+        if library in {module.split(".")[0] for module in imported(path)}
+    }
+    assert {path for path in importers if not path.startswith(LIVES_IN[library])} == set()
+
+
+def test_the_router_reaches_no_torch() -> None:
+    """Follows imports from router/ through common/; a path to torch is shown as a chain."""
+    seen: dict[Path, str] = {path: str(path.relative_to(ROOT)) for path in sources("router")}
+    waiting = list(seen)
+    while waiting:
+        path = waiting.pop()
+        for module in imported(path):
+            assert module.split(".")[0] not in ("torch", "triton", "numba"), seen[path]
+            target = source_of(module)
+            if target is not None and target not in seen:
+                seen[target] = f"{seen[path]} -> {target.relative_to(ROOT)}"
+                waiting.append(target)
+
+
+def source_of(module: str) -> Path | None:
+    if module.split(".")[0] not in OURS:
+        return None
+    path = ROOT.joinpath(*module.split("."))
+    candidates = (path.with_suffix(".py"), path / "__init__.py")
+    return next((candidate for candidate in candidates if candidate.is_file()), None)
+
+
+def test_package_files_are_empty() -> None:
+    filled = [path for path in sources(*PRODUCT) if path.name == "__init__.py" and path.read_text()]
+    assert filled == []
+
+
+def test_every_option_is_read_somewhere() -> None:
+    """A knob that does nothing does not exist."""
+    read = {
+        node.attr
+        for path in [*sources(*PRODUCT), ROOT / "tandem.py"]
+        if path.name != "config.py"
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Attribute)
+    }
+    options = {entry.name for kind, _ in COMMANDS.values() for entry in fields(kind)}
+    # `verify` is taken out by a match in tandem.py, and `insecure_internal` permits what the
+    # checks in config.py otherwise refuse
+    assert options - read == {"verify", "insecure_internal"}
