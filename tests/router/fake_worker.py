@@ -12,7 +12,7 @@ from itertools import cycle, islice
 
 import anyio
 
-from common.errors import TandemError
+from common.errors import TandemError, WorkerLost
 from common.messages import (
     Admitted,
     Cancel,
@@ -65,6 +65,8 @@ class _Running:
 class _Session:
     stream: Stream
     running: dict[str, _Running] = field(default_factory=dict)
+    is_dropped: bool = False
+    scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
 
 
 class FakeWorker:
@@ -140,7 +142,8 @@ class FakeWorker:
 
     def drop_sessions(self) -> None:
         for session in self._sessions:
-            session.stream.cancel()
+            session.is_dropped = True
+            session.scope.cancel()
 
     @property
     def num_running(self) -> int:
@@ -166,6 +169,7 @@ class FakeWorker:
         self._sessions.append(session)
         try:
             async with anyio.create_task_group() as group:
+                session.scope = group.cancel_scope
                 group.start_soon(self._step_for_ever, session)
                 while (message := await stream.receive()) is not None:
                     await self._take(session, message)
@@ -174,6 +178,8 @@ class FakeWorker:
             pass
         finally:
             self._sessions.remove(session)
+        if session.is_dropped:
+            raise WorkerLost("dropped on purpose")
 
     async def _take(self, session: _Session, message: object) -> None:
         match message:
