@@ -71,11 +71,6 @@ class RouterConfig:
     request_timeout_s: float = option(
         "a request that takes longer is ended", default=600.0, metavar="SECONDS"
     )
-    itl_target_s: float = option(
-        "gap between two tokens that chunks of other prompts may not push a stream beyond",
-        default=0.2,
-        metavar="SECONDS",
-    )
     drain_s: float = option(
         "at shutdown, how long running requests may still take", default=30.0, metavar="SECONDS"
     )
@@ -99,7 +94,6 @@ class RouterConfig:
                 check_plaintext(name, address, self.insecure_internal)
         check_at_least("max_waiting", self.max_waiting, 1)
         check_positive("request_timeout_s", self.request_timeout_s)
-        check_positive("itl_target_s", self.itl_target_s)
         check_positive("drain_s", self.drain_s)
 
 

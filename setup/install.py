@@ -1,11 +1,11 @@
 """Creates .venv and installs the locked dependencies and this project into it.
 
-    python3 setup/install.py [--test] [--torch-index URL]
+    python3 setup/install.py [--test] [--device auto|cpu|cuda] [--torch-index URL]
 
 Called by `make setup`, with --test by `make test`. Runs under the system's Python, so it uses the
 standard library only. What was done is stamped afterwards, with a hash over everything it depends
 on; the next run compares the stamp and does nothing. Interrupted, it starts again where it was. The
-order is: hashed packages, then torch and triton, then nixl, then the project itself, editable.
+order is: hashed packages, then torch, then nixl, then the project itself, editable.
 """
 
 import argparse
@@ -39,13 +39,19 @@ def main() -> int:
         "--test", action="store_true", help="what tests, benchmarks and checks need as well"
     )
     parser.add_argument(
+        "--device",
+        choices=("auto", "cpu", "cuda"),
+        default="auto",
+        help="which build of torch; auto looks for a GPU",
+    )
+    parser.add_argument(
         "--torch-index", metavar="URL", default=None, help="take torch from this package index"
     )
     options = parser.parse_args()
     try:
         with Path(__file__).open() as lock:
             take_turn(lock.fileno())
-            install(test=options.test, torch_index=options.torch_index)
+            install(options.test, options.device, options.torch_index)
     except SetupFailed as failure:
         print(f"setup: {failure}", file=sys.stderr)
         return 2
@@ -63,7 +69,7 @@ def take_turn(descriptor: int) -> None:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
 
 
-def install(test: bool, torch_index: str | None) -> None:
+def install(test: bool, device: str, torch_index: str | None) -> None:
     wanted, stamp = fingerprint(), VENV / ("stamp-test" if test else "stamp-worker")
     if is_stamped(stamp, wanted):
         return
@@ -75,12 +81,13 @@ def install(test: bool, torch_index: str | None) -> None:
             "installing locked packages",
             lambda: pip("--require-hashes", "-r", LOCKS / "worker.txt"),
         )
-        step("installing torch and triton", lambda: install_torch(torch_index))
+        step("installing torch", lambda: install_torch(device, torch_index))
         step("installing nixl", install_nixl)
         step("installing tandem", install_project)
         base.write_text(wanted)
     if test:
         step("installing test packages", lambda: pip("--require-hashes", "-r", LOCKS / "test.txt"))
+        step("installing triton", lambda: pip("--no-deps", pin("torch.txt", "triton")))
         with_test.write_text(wanted)
 
 
@@ -111,11 +118,12 @@ def create_venv() -> None:
     created.write_text(sys.version)
 
 
-def install_torch(index: str | None) -> None:
+def install_torch(device: str, index: str | None) -> None:
+    """A CUDA build brings its own triton along; a CPU build has none, and only tests need one."""
     if index is not None:
-        pip("--index-url", index, "--no-deps", "-r", LOCKS / "torch.txt")
-    elif has_gpu():
-        pip("-r", LOCKS / "torch.txt")
+        pip("--index-url", index, pin("torch.txt", "torch"))
+    elif device == "cuda" or (device == "auto" and has_gpu()):
+        pip(pin("torch.txt", "torch"))
         warn_of_old_driver()
     else:
         install_cpu_torch()
@@ -129,7 +137,6 @@ def install_cpu_torch() -> None:
     except SetupFailed:
         say("PyTorch's CPU builds cannot be reached; taking torch from the default index")
         pip(pin("torch.txt", "torch"))
-    pip("--no-deps", pin("torch.txt", "triton"))
 
 
 def pin(lock: str, name: str) -> str:
