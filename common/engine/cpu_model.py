@@ -20,7 +20,7 @@ from common.engine.weights import Checkpoint
 from common.errors import UnsupportedModel
 from common.kernels.cpu import forward as k
 from common.kernels.cpu.attention import scratch_floats
-from common.kernels.cpu.pages import checksum_of
+from common.kernels.cpu.pages import BF16, FP32, Pages, checksum_of
 from common.kernels.cpu.sync import FIRST_COUNTER
 from common.model_config import ModelConfig
 
@@ -49,13 +49,11 @@ class CpuModel:
         self._max_num_logits = 0
         self._eps = np.float32(config.rms_norm_eps)
         self._scale = np.float32(config.head_dim**-0.5)
-        self._dims = _dims(config, weights, pool)
-        self._sync = np.zeros(FIRST_COUNTER + 2 + config.num_layers * k.PHASES, dtype=np.int64)
-        self._memory = np.zeros(k.NUM_MEMORY, dtype=np.int64)
-        self._workspaces: list[NDArray[np.float32]] = []
-        self._logits = np.zeros((0, 0), dtype=np.float32)
-        self._helpers = ThreadPoolExecutor(num_threads - 1, "compute") if num_threads > 1 else None
         self._cos, self._sin = rope_tables(config)
+        self._sync = np.zeros(FIRST_COUNTER + 2 + config.num_layers * k.PHASES, dtype=np.int64)
+        self._pages = np.array(_pages(pool), dtype=np.int64)
+        self._workspaces: list[NDArray[np.float32]] = []
+        self._helpers = ThreadPoolExecutor(num_threads - 1, "compute") if num_threads > 1 else None
         self._reserve(max_num_tokens, 1)
 
     def forward(self, batch: StepBatch, num_layers: int | None = None) -> Tensor:
@@ -63,18 +61,17 @@ class CpuModel:
         if len(batch.token_ids) > self._max_num_tokens or num_wanted > self._max_num_logits:
             self._reserve(len(batch.token_ids), num_wanted)
         self._sync[:] = 0
-        self._dims[k.LAYERS] = self._config.num_layers if num_layers is None else num_layers
+        self._model[0] = self._config.num_layers if num_layers is None else num_layers
         arguments = (
-            self._num_threads, self._sync.ctypes.data, self._dims, self._eps, self._scale,
-            self._weights.layers, self._memory,
+            self._num_threads, self._sync.ctypes.data, self._model, self._weights.layers,
+            self._pages, self._eps, self._scale,
             batch.token_ids, batch.items, batch.runs, batch.tables, batch.wanted,
         )  # fmt: skip
-        helpers = self._helpers
-        others = (
-            [helpers.submit(k.forward, me, *arguments) for me in range(1, self._num_threads)]
-            if helpers
-            else []
-        )
+        others = [
+            self._helpers.submit(k.forward, me, *arguments)
+            for me in range(1, self._num_threads)
+            if self._helpers
+        ]
         k.forward(0, *arguments)
         for other in others:
             other.result()
@@ -84,63 +81,67 @@ class CpuModel:
         return int(checksum_of(page.data_ptr(), page.numel()))
 
     def _reserve(self, num_tokens: int, num_logits: int) -> None:
-        """Workspaces for this many rows and logits (or more, when there were more already)."""
-        config = self._config
+        """Workspaces for this many rows and logits (or more, if there were more already)."""
+        config, weights = self._config, self._weights
         tokens = self._max_num_tokens = max(num_tokens, self._max_num_tokens)
         logits = self._max_num_logits = max(num_logits, self._max_num_logits)
         q_width = config.num_heads * config.head_dim
-        qkv_width = q_width + 2 * config.num_kv_heads * config.head_dim
-        hidden = config.hidden_size
-        group = config.num_heads // config.num_kv_heads
-        scratch = max(
-            scratch_floats(group, config.head_dim, self._pool.layout.block_size),
-            k.ROW_BLOCK * k.PANEL_GROUP * PANEL,
-        )
-        sizes = {
-            k.X: tokens * hidden,
-            k.H: max(tokens, logits) * hidden,
-            k.QKV_ROWS: tokens * max(qkv_width, hidden),
-            k.ATTN: tokens * q_width,
-            k.ACT: tokens * config.intermediate_size,
-            k.SCRATCH: self._num_threads * scratch,
-        }
+        kv_width = config.num_kv_heads * config.head_dim
+        vocab_padded = -(-config.vocab_size // PANEL) * PANEL
+        scratch = self._scratch_floats()
         self._workspaces = []
-        for column, size in sizes.items():
-            self._memory[column] = self._keep(np.zeros(size, dtype=np.float32))
-        self._logits = np.zeros((logits, int(self._dims[k.VOCAB_PADDED])), dtype=np.float32)
-        memory = self._memory
-        memory[k.SCRATCH_STEP] = scratch * 4
-        memory[k.COS], memory[k.SIN] = self._cos.ctypes.data, self._sin.ctypes.data
-        memory[k.PACKED], memory[k.EXACT] = (
-            self._pool.packed.data_ptr(),
-            self._pool.exact.data_ptr(),
+        self._logits = np.zeros((logits, vocab_padded), dtype=np.float32)
+        model = k.Model(
+            num_layers=config.num_layers,
+            hidden=config.hidden_size,
+            inter=config.intermediate_size,
+            heads=config.num_heads,
+            kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            vocab_padded=vocab_padded,
+            kind=weights.kind,
+            x=self._workspace(tokens, config.hidden_size),
+            normed=self._workspace(max(tokens, logits), config.hidden_size),
+            qkv=self._workspace(tokens, q_width + 2 * kv_width),
+            attended=self._workspace(tokens, q_width),
+            delta=self._workspace(tokens, config.hidden_size),
+            act=self._workspace(tokens, config.intermediate_size),
+            scratch=self._workspace(self._num_threads, scratch),
+            scratch_step=scratch * 4,
+            cos=self._cos.ctypes.data,
+            sin=self._sin.ctypes.data,
+            embedding=weights.embedding,
+            final_norm=weights.final_norm,
+            head=weights.head,
+            logits=self._logits.ctypes.data,
         )
-        memory[k.FINAL_NORM], memory[k.HEAD] = self._weights.final_norm, self._weights.head
-        memory[k.EMBED], memory[k.LOGITS] = self._weights.embedding, self._logits.ctypes.data
+        self._model = np.array(model, dtype=np.int64)
 
-    def _keep(self, workspace: NDArray[np.float32]) -> int:
-        self._workspaces.append(workspace)
-        return workspace.ctypes.data
+    def _scratch_floats(self) -> int:
+        """Per thread: for an attention run, or for the pairs of one gate and up task."""
+        group = self._config.num_heads // self._config.num_kv_heads
+        attention = scratch_floats(group, self._config.head_dim, self._pool.layout.block_size)
+        return max(attention, k.ROW_BLOCK * k.PANEL_GROUP * PANEL)
+
+    def _workspace(self, rows: int, columns: int) -> int:
+        self._workspaces.append(np.zeros((rows, columns), dtype=np.float32))
+        return self._workspaces[-1].ctypes.data
 
 
-def _dims(config: ModelConfig, weights: "CpuWeights", pool: PageArena) -> NDArray[np.int64]:
-    layout, dims = pool.layout, np.zeros(k.NUM_DIMS, dtype=np.int64)
-    dims[k.LAYERS], dims[k.HIDDEN], dims[k.INTER] = (
-        config.num_layers,
-        config.hidden_size,
-        config.intermediate_size,
+def _pages(pool: PageArena) -> Pages:
+    layout = pool.layout
+    return Pages(
+        packed=pool.packed.data_ptr(),
+        packed_bytes=layout.packed_page_bytes,
+        packed_kind=PAGE_KINDS[layout.codec.name],
+        scales_offset=layout.scales_offset,
+        exact=pool.exact.data_ptr(),
+        exact_bytes=layout.exact_page_bytes,
+        exact_kind=FP32 if layout.codec.exact_element_bytes == 4 else BF16,
+        num_heads=layout.num_kv_heads,
+        block_size=layout.block_size,
+        head_dim=layout.head_dim,
     )
-    dims[k.HEADS], dims[k.KV_HEADS], dims[k.HEAD_DIM] = (
-        config.num_heads,
-        config.num_kv_heads,
-        config.head_dim,
-    )
-    dims[k.BLOCK], dims[k.KIND] = layout.block_size, weights.kind
-    dims[k.VOCAB_PADDED] = -(-config.vocab_size // PANEL) * PANEL
-    dims[k.PACKED_BYTES], dims[k.EXACT_BYTES] = layout.packed_page_bytes, layout.exact_page_bytes
-    dims[k.SCALES], dims[k.PACKED_KIND] = layout.scales_offset, PAGE_KINDS[layout.codec.name]
-    dims[k.EXACT_KIND] = 0 if layout.codec.exact_element_bytes == 4 else 1
-    return dims
 
 
 class CpuWeights:
@@ -155,51 +156,55 @@ class CpuWeights:
         self._tensors: list[Tensor] = []
         self._dtype = _common_dtype(checkpoint)
         self.kind = KINDS[self._dtype]
-        self.layers = np.zeros((config.num_layers, k.NUM_TENSORS), dtype=np.int64)
-        for layer in range(config.num_layers):
-            self.layers[layer] = self._layer(f"model.layers.{layer}.")
-        embedding = checkpoint.read(
-            "model.embed_tokens.weight", (config.vocab_size, config.hidden_size)
+        self.layers = np.array(
+            [self._layer(f"model.layers.{i}.") for i in range(config.num_layers)], dtype=np.int64
         )
+        shape = (config.vocab_size, config.hidden_size)
+        embedding = checkpoint.read("model.embed_tokens.weight", shape)
         head = checkpoint.output_head(config)
-        self.embedding = self._keep(embedding.to(self._dtype).contiguous())
+        self.embedding = self._keep(embedding.to(self._dtype))
         self.head = self._keep(_panels((embedding if head is None else head).to(self._dtype)))
         self.final_norm = self._vector("model.norm.weight", config.hidden_size)
 
-    def _layer(self, prefix: str) -> NDArray[np.int64]:
-        config, row = self._config, np.zeros(k.NUM_TENSORS, dtype=np.int64)
+    def _layer(self, prefix: str) -> k.Layer:
+        config, attn, mlp = self._config, prefix + "self_attn.", prefix + "mlp."
         hidden, inter = config.hidden_size, config.intermediate_size
-        q_width, kv_width = (
-            config.num_heads * config.head_dim,
-            config.num_kv_heads * config.head_dim,
+        q_width = config.num_heads * config.head_dim
+        norm = config.head_dim
+        gate = _panels(self._matrix(mlp + "gate_proj.weight", inter, hidden))
+        up = _panels(self._matrix(mlp + "up_proj.weight", inter, hidden))
+        return k.Layer(
+            norm_1=self._vector(prefix + "input_layernorm.weight", hidden),
+            qkv=self._qkv(attn),
+            qkv_bias=self._qkv_bias(attn) if config.attention_bias else 0,
+            q_norm=self._vector(attn + "q_norm.weight", norm) if config.qk_norm else 0,
+            k_norm=self._vector(attn + "k_norm.weight", norm) if config.qk_norm else 0,
+            out=self._keep(_panels(self._matrix(attn + "o_proj.weight", hidden, q_width))),
+            out_bias=self._vector(attn + "o_proj.bias", hidden) if config.output_bias else 0,
+            norm_2=self._vector(prefix + "post_attention_layernorm.weight", hidden),
+            gate_up=self._keep(torch.stack([gate, up], dim=1)),
+            down=self._keep(_panels(self._matrix(mlp + "down_proj.weight", hidden, inter))),
         )
-        attn = prefix + "self_attn."
-        row[k.NORM_1] = self._vector(prefix + "input_layernorm.weight", hidden)
-        row[k.NORM_2] = self._vector(prefix + "post_attention_layernorm.weight", hidden)
-        widths = {"q_proj": q_width, "k_proj": kv_width, "v_proj": kv_width}
-        qkv = [
-            self._matrix(f"{attn}{name}.weight", width, hidden) for name, width in widths.items()
+
+    def _qkv(self, attn: str) -> int:
+        parts = [
+            self._matrix(f"{attn}{name}.weight", width, self._config.hidden_size)
+            for name, width in self._qkv_widths()
         ]
-        row[k.QKV] = self._keep(_panels(torch.cat(qkv)))
-        if config.attention_bias:
-            biases = [
-                self._checkpoint.read(f"{attn}{name}.bias", (width,))
-                for name, width in widths.items()
-            ]
-            row[k.QKV_BIAS] = self._keep(torch.cat(biases).float())
-        if config.output_bias:
-            row[k.OUT_BIAS] = self._vector(attn + "o_proj.bias", hidden)
-        if config.qk_norm:
-            row[k.Q_NORM] = self._vector(attn + "q_norm.weight", config.head_dim)
-            row[k.K_NORM] = self._vector(attn + "k_norm.weight", config.head_dim)
-        row[k.OUT] = self._keep(_panels(self._matrix(attn + "o_proj.weight", hidden, q_width)))
-        gate = _panels(self._matrix(prefix + "mlp.gate_proj.weight", inter, hidden))
-        up = _panels(self._matrix(prefix + "mlp.up_proj.weight", inter, hidden))
-        row[k.GATE_UP] = self._keep(torch.stack([gate, up], dim=1))
-        row[k.DOWN] = self._keep(
-            _panels(self._matrix(prefix + "mlp.down_proj.weight", hidden, inter))
-        )
-        return row
+        return self._keep(_panels(torch.cat(parts)))
+
+    def _qkv_bias(self, attn: str) -> int:
+        parts = [
+            self._checkpoint.read(f"{attn}{name}.bias", (width,))
+            for name, width in self._qkv_widths()
+        ]
+        return self._keep(torch.cat(parts).float())
+
+    def _qkv_widths(self) -> list[tuple[str, int]]:
+        config = self._config
+        kv_width = config.num_kv_heads * config.head_dim
+        q_width = config.num_heads * config.head_dim
+        return [("q_proj", q_width), ("k_proj", kv_width), ("v_proj", kv_width)]
 
     def _matrix(self, name: str, rows: int, columns: int) -> Tensor:
         return self._checkpoint.read(name, (rows, columns)).to(self._dtype)

@@ -7,11 +7,19 @@ step of an online softmax, whose arithmetic depends on nothing but the row and t
 (token, head of the group).
 """
 
+from typing import NamedTuple
+
 import numpy as np
 from numba import njit
 
 from common.kernels.cpu.matmul import F32_WEIGHTS, tile
-from common.kernels.cpu.pages import load_rows, read_scale, transpose_rows
+from common.kernels.cpu.pages import (
+    E4M3,
+    element_bytes,
+    load_rows,
+    read_scale,
+    transpose_rows,
+)
 from common.kernels.cpu.simd import (
     add,
     div,
@@ -22,6 +30,7 @@ from common.kernels.cpu.simd import (
     largest,
     load,
     maximum,
+    prefetch,
     put_f32,
     splat,
     store,
@@ -34,35 +43,98 @@ MAX_RUN_TOKENS = 64
 """Longest run of query tokens in one call; chunks are cut into such runs."""
 
 
-@njit(nogil=True)
-def scratch_floats(group, head_dim, block_size):
+class Run(NamedTuple):
+    """Query tokens of one call, and where their rows stand. `k_rows` and `v_rows` are rounded."""
+
+    q_rows: int  # first token's q, of the first head of the group
+    k_rows: int  # first token's K
+    v_rows: int
+    row_stride: int  # bytes between tokens in all three
+    out_rows: int
+    out_stride: int
+    num_tokens: int
+    num_after: int  # tokens of the same chunk that follow
+    position: int  # of the first token
+    own_page: int  # exact page of the open block; -1: the own block is in the rows
+
+
+class State(NamedTuple):
+    """Scratch of one call: per row q, output, scores, and the softmax's running numbers."""
+
+    q: int  # [rows, head_dim]
+    out: int  # [rows, head_dim]
+    scores: int  # [rows, 16]
+    factors: int  # [rows]
+    largests: int  # [rows]
+    sums: int  # [rows]
+    plain: int  # [block_size, head_dim]: K before it is transposed
+    keys: int  # [block_size / 16, head_dim, 16]
+    values: int  # [block_size, head_dim]
+
+
+def scratch_floats(group: int, head_dim: int, block_size: int) -> int:
     """Floats of scratch that one thread needs."""
     rows = MAX_RUN_TOKENS * group
     return rows * (2 * head_dim + GRANULE + 3) + 3 * block_size * head_dim
 
 
 @njit(nogil=True)
-def _scores(q, rows, head_dim, keys, out):
+def _lay_out(at, rows, head_dim, block_size):
+    q = at
+    out = q + rows * head_dim * 4
+    scores = out + rows * head_dim * 4
+    factors = scores + rows * GRANULE * 4
+    largests = factors + rows * 4
+    sums = largests + rows * 4
+    plain = sums + rows * 4
+    keys = plain + block_size * head_dim * 4
+    values = keys + block_size * head_dim * 4
+    return State(q, out, scores, factors, largests, sums, plain, keys, values)
+
+
+@njit(nogil=True)
+def _score(q, rows, head_dim, keys, out):
     """out[rows, 16] = q[rows, head_dim] @ keys[head_dim, 16]."""
     step, r = head_dim * 4, 0
-    while r + 6 <= rows:
-        tile(q + r * step, step, keys, 0, 64, head_dim, out + r * 64, 64, 0, 6, 1, F32_WEIGHTS)
-        r += 6
-    while r + 3 <= rows:
-        tile(q + r * step, step, keys, 0, 64, head_dim, out + r * 64, 64, 0, 3, 1, F32_WEIGHTS)
-        r += 3
     while r < rows:
-        tile(q + r * step, step, keys, 0, 64, head_dim, out + r * 64, 64, 0, 1, 1, F32_WEIGHTS)
-        r += 1
+        at, to = q + r * step, out + r * 64
+        if r + 6 <= rows:
+            tile(at, step, keys, 0, 64, head_dim, to, 64, 0, 6, 1, F32_WEIGHTS)
+            r += 6
+        elif r + 3 <= rows:
+            tile(at, step, keys, 0, 64, head_dim, to, 64, 0, 3, 1, F32_WEIGHTS)
+            r += 3
+        else:
+            tile(at, step, keys, 0, 64, head_dim, to, 64, 0, 1, 1, F32_WEIGHTS)
+            r += 1
+
+
+@njit(nogil=True)
+def _accumulate(weights, rows, values, head_dim, out, factors):
+    """out[rows, head_dim] = out * factors + weights[rows, 16] @ values[16, head_dim]."""
+    step = head_dim * 4
+    for d in range(0, step, 64):
+        r = 0
+        while r < rows:
+            at, v, to, f = weights + r * 64, values + d, out + r * step + d, factors + r * 4
+            if r + 6 <= rows:
+                tile(at, 64, v, 0, step, GRANULE, to, step, f, 6, 1, F32_WEIGHTS)
+                r += 6
+            elif r + 3 <= rows:
+                tile(at, 64, v, 0, step, GRANULE, to, step, f, 3, 1, F32_WEIGHTS)
+                r += 3
+            else:
+                tile(at, 64, v, 0, step, GRANULE, to, step, f, 1, 1, F32_WEIGHTS)
+                r += 1
 
 
 @njit(nogil=True)
 def _softmax_step(scores, visible, largest_at, sum_at, factor_at):
-    """Scores of one row against 16 keys, of which the first `visible` count, become weights."""
+    """One row's scores of 16 keys, the first `visible` of which count, become weights."""
     old = get_f32(largest_at)
-    lowest = splat(np.float32(-np.inf))
     a, b = load(scores), load(scores + 32)
     if visible < GRANULE:
+        lowest = splat(np.float32(-np.inf))
         a, b = keep_first(a, visible, lowest), keep_first(b, visible - 8, lowest)
     new = max(old, largest(maximum(a, b)))
     top = splat(new)
@@ -76,252 +148,128 @@ def _softmax_step(scores, visible, largest_at, sum_at, factor_at):
 
 
 @njit(nogil=True)
-def _accumulate(weights, rows, values, head_dim, out, factors):
-    """out[rows, head_dim] = out * factors + weights[rows, 16] @ values[16, head_dim]."""
-    step = head_dim * 4
-    for d in range(0, step, 64):
-        r = 0
-        while r + 6 <= rows:
-            tile(
-                weights + r * 64,
-                64,
-                values + d,
-                0,
-                step,
-                GRANULE,
-                out + r * step + d,
-                step,
-                factors + r * 4,
-                6,
-                1,
-                F32_WEIGHTS,
-            )
-            r += 6
-        while r + 3 <= rows:
-            tile(
-                weights + r * 64,
-                64,
-                values + d,
-                0,
-                step,
-                GRANULE,
-                out + r * step + d,
-                step,
-                factors + r * 4,
-                3,
-                1,
-                F32_WEIGHTS,
-            )
-            r += 3
-        while r < rows:
-            tile(
-                weights + r * 64,
-                64,
-                values + d,
-                0,
-                step,
-                GRANULE,
-                out + r * step + d,
-                step,
-                factors + r * 4,
-                1,
-                1,
-                F32_WEIGHTS,
-            )
-            r += 1
-
-
-@njit(nogil=True)
-def _block_step(
-    q, first, last, group, head_dim, position, block_start, block_size, keys, values, state
-):
-    """Query tokens [first, last) of the run against one loaded block. `position` is that of the
-    run's first token.
-    """
-    scores, factors, largests, sums, out = state
+def _visit(state, first, last, group, head_dim, position, block_start, block_size):
+    """Query tokens [first, last) of the run see the loaded block; the run begins at `position`."""
     first_row, rows = first * group, (last - first) * group
+    q, out = state.q + first_row * head_dim * 4, state.out + first_row * head_dim * 4
+    largests, sums = state.largests + first_row * 4, state.sums + first_row * 4
     for granule in range(0, block_size, GRANULE):
-        if block_start + granule > position + last - 1:
-            break
-        at = q + first_row * head_dim * 4
-        _scores(at, rows, head_dim, keys + granule * head_dim * 4, scores)
+        if block_start + granule >= position + last:
+            return
+        offset = granule * head_dim * 4
+        _score(q, rows, head_dim, state.keys + offset, state.scores)
         for r in range(rows):
             seen = position + first + r // group + 1 - block_start - granule
-            place = (first_row + r) * 4
+            visible = min(max(seen, 0), GRANULE)
+            at = r * 4
             _softmax_step(
-                scores + r * 64,
-                min(max(seen, 0), GRANULE),
-                largests + place,
-                sums + place,
-                factors + r * 4,
+                state.scores + r * 64, visible, largests + at, sums + at, state.factors + at
             )
-        _accumulate(
-            scores, rows, values + granule * head_dim * 4, head_dim,
-            out + first_row * head_dim * 4, factors,
-        )  # fmt: skip
+        _accumulate(state.scores, rows, state.values + offset, head_dim, out, state.factors)
 
 
 @njit(nogil=True)
-def _load_page(k_at, v_at, k_scale, v_scale, kind, block_size, head_dim, plain, keys, values):
-    load_rows(k_at, block_size * head_dim, kind, k_scale, plain)
-    transpose_rows(plain, head_dim * 4, block_size, head_dim, keys)
-    load_rows(v_at, block_size * head_dim, kind, v_scale, values)
+def _load_page(page, pages, slice_index, kind, state):
+    """K (transposed) and V of one head from the page at address `page`."""
+    size = pages.block_size * pages.head_dim
+    k_scale, v_scale = np.float32(1.0), np.float32(1.0)
+    if kind == E4M3:
+        scale_at = page + pages.scales_offset + slice_index
+        k_scale, v_scale = read_scale(scale_at), read_scale(scale_at + pages.num_heads)
+    k_at = page + slice_index * size * element_bytes(kind)
+    v_at = k_at + pages.num_heads * size * element_bytes(kind)
+    load_rows(k_at, size, kind, k_scale, state.plain)
+    load_rows(v_at, size, kind, v_scale, state.values)
+    transpose_rows(state.plain, pages.head_dim * 4, pages.block_size, pages.head_dim, state.keys)
 
 
 @njit(nogil=True)
-def _load_own_rows(k_rows, v_rows, row_stride, count, block_size, head_dim, plain, keys, values):
-    """The own block from the step's rows; slots beyond `count` are zero, as in a page."""
-    for t in range(block_size):
-        for i in range(0, head_dim * 4, 32):
-            at = t * head_dim * 4 + i
-            if t < count:
-                store(plain + at, load(k_rows + t * row_stride + i))
-                store(values + at, load(v_rows + t * row_stride + i))
-            else:
-                store(plain + at, splat(np.float32(0.0)))
-                store(values + at, splat(np.float32(0.0)))
-    transpose_rows(plain, head_dim * 4, block_size, head_dim, keys)
+def _load_own_rows(run, first, pages, state):
+    """The own block from the step's rows, whose token `first` of the run is the block's first.
 
-
-@njit(nogil=True)
-def attend(
-    q_rows, k_rows, v_rows, row_stride, count, rows_after, position, own_page, table,
-    group, head_dim, block_size, packed, packed_bytes, packed_kind, exact, exact_bytes, exact_kind,
-    slice_index, num_heads, scales_offset, scratch, out_rows, out_stride,
-):  # fmt: skip
-    """Attention of `count` consecutive query tokens, the first at `position`, for one KV head.
-
-    `q_rows` is the head group's q of the first token, `k_rows` and `v_rows` its K and V (already
-    rounded), tokens `row_stride` apart; `rows_after` tokens of the same chunk follow the run.
-    `own_page` is the exact page that holds the open block, or -1 when the own block's K and V stand
-    in the rows. `slice_index` is (layer * 2) * kv heads + head: the K slice's number in a page; V's
-    is `num_heads` further.
+    Slots that have no token yet are zero, as in a page.
     """
-    rows = count * group
-    q = scratch
-    acc = q + rows * head_dim * 4
-    scores = acc + rows * head_dim * 4
-    factors = scores + rows * GRANULE * 4
-    largests = factors + rows * 4
-    sums = largests + rows * 4
-    plain = sums + rows * 4
-    keys = plain + block_size * head_dim * 4
-    values = keys + block_size * head_dim * 4
-    state = (scores, factors, largests, sums, acc)
-    for t in range(count):
-        for i in range(0, group * head_dim * 4, 32):
-            store(q + t * group * head_dim * 4 + i, load(q_rows + t * row_stride + i))
-            store(acc + t * group * head_dim * 4 + i, splat(np.float32(0.0)))
-    for r in range(rows):
-        put_f32(largests + r * 4, np.float32(-np.inf))
-        put_f32(sums + r * 4, np.float32(0.0))
+    row_bytes = pages.head_dim * 4
+    count = min(pages.block_size, run.num_tokens + run.num_after - first)
+    zero = splat(np.float32(0.0))
+    for t in range(pages.block_size):
+        row, at = (first + t) * run.row_stride, t * row_bytes
+        for i in range(0, row_bytes, 32):
+            store(state.plain + at + i, load(run.k_rows + row + i) if t < count else zero)
+            store(state.values + at + i, load(run.v_rows + row + i) if t < count else zero)
+    transpose_rows(state.plain, row_bytes, pages.block_size, pages.head_dim, state.keys)
 
-    slice_elements = block_size * head_dim
-    exact_slice = slice_elements * (4 if exact_kind == 0 else 2)
-    packed_slice = slice_elements * (4 if packed_kind == 0 else (2 if packed_kind == 1 else 1))
-    one = np.float32(1.0)
-    for block in range((position + count - 1) // block_size + 1):
-        start = block * block_size
-        own_first = min(max(start - position, 0), count)
-        own_last = min(max(start + block_size - position, 0), count)
-        if block == 0:
-            at = exact + table[0] * exact_bytes + slice_index * exact_slice
-            _load_page(
-                at,
-                at + num_heads * exact_slice,
-                one,
-                one,
-                exact_kind,
-                block_size,
-                head_dim,
-                plain,
-                keys,
-                values,
-            )
-            _block_step(
-                q, 0, count, group, head_dim, position, start, block_size, keys, values, state
-            )
-            continue
-        if own_last < count:
-            at = packed + table[block] * packed_bytes
-            k_scale, v_scale = one, one
-            if packed_kind == 2:
-                k_scale = read_scale(at + scales_offset + slice_index)
-                v_scale = read_scale(at + scales_offset + slice_index + num_heads)
-            at += slice_index * packed_slice
-            _load_page(
-                at,
-                at + num_heads * packed_slice,
-                k_scale,
-                v_scale,
-                packed_kind,
-                block_size,
-                head_dim,
-                plain,
-                keys,
-                values,
-            )
-            _block_step(
-                q,
-                own_last,
-                count,
-                group,
-                head_dim,
-                position,
-                start,
-                block_size,
-                keys,
-                values,
-                state,
-            )
-        if own_first < own_last:
-            if own_page >= 0:
-                at = exact + own_page * exact_bytes + slice_index * exact_slice
-                _load_page(
-                    at,
-                    at + num_heads * exact_slice,
-                    one,
-                    one,
-                    exact_kind,
-                    block_size,
-                    head_dim,
-                    plain,
-                    keys,
-                    values,
-                )
-            else:
-                row = (start - position) * row_stride
-                _load_own_rows(
-                    k_rows + row,
-                    v_rows + row,
-                    row_stride,
-                    min(block_size, count + rows_after - (start - position)),
-                    block_size,
-                    head_dim,
-                    plain,
-                    keys,
-                    values,
-                )
-            _block_step(
-                q,
-                own_first,
-                own_last,
-                group,
-                head_dim,
-                position,
-                start,
-                block_size,
-                keys,
-                values,
-                state,
-            )
 
-    for t in range(count):
+@njit(nogil=True)
+def _prefetch_slices(page, pages, slice_index):
+    """Ask for the K and V of one head of a packed page, before they are needed."""
+    num_bytes = pages.block_size * pages.head_dim * element_bytes(pages.packed_kind)
+    k_at = page + slice_index * num_bytes
+    v_at = k_at + pages.num_heads * num_bytes
+    for i in range(0, num_bytes, 64):
+        prefetch(k_at + i)
+        prefetch(v_at + i)
+
+
+@njit(nogil=True)
+def _begin(run, state, row_bytes):
+    """Gather q, clear outputs and running numbers. `row_bytes` holds a token's group of heads."""
+    zero = splat(np.float32(0.0))
+    for t in range(run.num_tokens):
+        for i in range(0, row_bytes, 32):
+            store(state.q + t * row_bytes + i, load(run.q_rows + t * run.row_stride + i))
+            store(state.out + t * row_bytes + i, zero)
+
+
+@njit(nogil=True)
+def _finish(run, state, group, head_dim):
+    """Divide by the sums and hand the rows over."""
+    for t in range(run.num_tokens):
         for g in range(group):
-            r = t * group + g
-            divisor = splat(get_f32(sums + r * 4))
+            row = t * group + g
+            divisor = splat(get_f32(state.sums + row * 4))
+            source = state.out + row * head_dim * 4
+            target = run.out_rows + t * run.out_stride + g * head_dim * 4
             for i in range(0, head_dim * 4, 32):
-                store(
-                    out_rows + t * out_stride + g * head_dim * 4 + i,
-                    div(load(acc + r * head_dim * 4 + i), divisor),
-                )
+                store(target + i, div(load(source + i), divisor))
+
+
+@njit(nogil=True)
+def attend(run, table, pages, slice_index, group, scratch):
+    """Attention of a `Run` for one KV head and its group of `group` query heads.
+
+    `slice_index`, layer * 2 * kv heads + head, is the number of the head's K slice in a page; its V
+    slice comes kv heads later. `table` [blocks] is the request's block table.
+    """
+    head_dim, block_size = pages.head_dim, pages.block_size
+    position, count = run.position, run.num_tokens
+    state = _lay_out(scratch, count * group, head_dim, block_size)
+    _begin(run, state, group * head_dim * 4)
+    for r in range(count * group):
+        put_f32(state.largests + r * 4, np.float32(-np.inf))
+        put_f32(state.sums + r * 4, np.float32(0.0))
+    last_block = (position + count - 1) // block_size
+    for block in range(last_block + 1):
+        start = block * block_size
+        if block + 1 < last_block or (block < last_block and count > 1):
+            page = pages.packed + table[block + 1] * pages.packed_bytes
+            _prefetch_slices(page, pages, slice_index)
+        first = min(max(start - position, 0), count)  # tokens [first, last) stand in this block
+        last = min(max(start + block_size - position, 0), count)
+        if block == 0:
+            page = pages.exact + table[0] * pages.exact_bytes
+            _load_page(page, pages, slice_index, pages.exact_kind, state)
+            _visit(state, 0, count, group, head_dim, position, start, block_size)
+            continue
+        if last < count:
+            page = pages.packed + table[block] * pages.packed_bytes
+            _load_page(page, pages, slice_index, pages.packed_kind, state)
+            _visit(state, last, count, group, head_dim, position, start, block_size)
+        if first < last:
+            if run.own_page >= 0:
+                page = pages.exact + run.own_page * pages.exact_bytes
+                _load_page(page, pages, slice_index, pages.exact_kind, state)
+            else:
+                _load_own_rows(run, start - position, pages, state)
+            _visit(state, first, last, group, head_dim, position, start, block_size)
+    _finish(run, state, group, head_dim)

@@ -1,368 +1,363 @@
-"""The whole forward pass on CPU: one call per thread and step, the threads of a team in step by
-barriers.
+"""The whole forward pass on CPU: one call per thread and step, the threads in step by barriers.
 
 Every phase of a layer is cut into tasks that threads take from a counter. A task's arithmetic never
 depends on the thread, on the other rows of the step or on how many there are. Phases of a layer:
 
-    norm -> qkv -> rotary, round, store, seal -> attention -> output -> norm -> gate, up, silu ->
-    down
+    norm -> q, k, v -> rotary, round, store, seal -> attention -> output projection
+    -> norm -> gate, up, silu -> down
 
-The arrays are addresses of memory that `common.engine.cpu_model` owns; `Dims` names the columns of
-`dims`.
+`common.engine.cpu_model` owns the memory and passes addresses: `Model` for the step, `Layer` for
+each layer, `Pages` for the pools. `items` and `runs` are those of `common.engine.batch`.
 """
 
-import numpy as np
-from numba import njit
+from typing import NamedTuple
 
-from common.kernels.cpu.attention import attend
-from common.kernels.cpu.matmul import multiply, widen
-from common.kernels.cpu.pages import FP32, load_rows, seal, store_exact, zero_bytes
+import numpy as np
+from numba import njit, types
+
+from common.kernels.cpu.attention import Run, attend
+from common.kernels.cpu.matmul import element_size, multiply, widen
+from common.kernels.cpu.pages import (
+    FP32,
+    Pages,
+    element_bytes,
+    load_rows,
+    seal,
+    store_exact,
+    zero_bytes,
+)
 from common.kernels.cpu.rows import add_bias, add_row, rms_norm, rotate_head, round_row, silu_mul
 from common.kernels.cpu.sync import barrier, take
 
-# columns of `dims`
-LAYERS, HIDDEN, INTER, HEADS, KV_HEADS, HEAD_DIM, BLOCK, KIND, VOCAB_PADDED = range(9)
-PACKED_BYTES, PACKED_KIND, SCALES, EXACT_BYTES, EXACT_KIND = range(9, 14)
-NUM_DIMS = 14
-
-# columns of `layers`: addresses of one layer's tensors, 0 where a model has none
-NORM_1, QKV, QKV_BIAS, Q_NORM, K_NORM, OUT, OUT_BIAS, NORM_2, GATE_UP, DOWN = range(10)
-NUM_TENSORS = 10
-
-# columns of `memory`: addresses of workspaces, pools and tables
-(
-    X,
-    H,
-    QKV_ROWS,
-    ATTN,
-    ACT,
-    SCRATCH,
-    SCRATCH_STEP,
-    COS,
-    SIN,
-    PACKED,
-    EXACT,
-    FINAL_NORM,
-    HEAD,
-    LOGITS,
-    EMBED,
-) = range(15)
-NUM_MEMORY = 15
-
-# columns of `items`: tokens of one request that fall into one block
-ITEM_ROW, ITEM_COUNT, ITEM_POSITION, ITEM_EXACT, ITEM_PACKED, ITEM_FROM_PAGE = range(6)
-NUM_ITEM = 6
-
-# columns of `runs`: consecutive query tokens of one request, at most MAX_RUN_TOKENS
-RUN_ROW, RUN_COUNT, RUN_POSITION, RUN_TABLE, RUN_OWN, RUN_AFTER = range(6)
-NUM_RUN = 6
-
-ROW_BLOCK = 48  # rows of x that stay in cache while panels pass by
+ROW_BLOCK = 48  # rows that stay in cache while panels pass by
 PANEL_GROUP = 4  # panels of one task
+HEAD_GROUP = 16  # the same for the output head
 ROW_TASK = 8  # rows of one norm task
-PHASES = 9  # counters per layer
-HEAD_GROUP = 16  # panels of one task of the output head
+PHASES = 8  # counters per layer
+PANEL = 16
+
+
+class Model(NamedTuple):
+    """Sizes, workspaces and tensors that all layers share. Workspaces are fp32 rows."""
+
+    num_layers: int
+    hidden: int
+    inter: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab_padded: int
+    kind: int  # how matrices are stored
+    x: int  # [rows, hidden]: the residual
+    normed: int  # [max(rows, logits), hidden]
+    qkv: int  # [rows, (heads + 2 kv_heads) * head_dim]
+    attended: int  # [rows, heads * head_dim]
+    delta: int  # [rows, hidden]: what is added to the residual next
+    act: int  # [rows, inter]
+    scratch: int
+    scratch_step: int  # bytes of scratch per thread
+    cos: int  # [positions, head_dim / 2]
+    sin: int
+    embedding: int  # [vocab, hidden] as stored
+    final_norm: int
+    head: int  # panels
+    logits: int  # [logits, vocab_padded]
+
+
+class Layer(NamedTuple):
+    """One layer's tensors; 0 where the model has none. Matrices are panels."""
+
+    norm_1: int
+    qkv: int
+    qkv_bias: int
+    q_norm: int
+    k_norm: int
+    out: int
+    out_bias: int
+    norm_2: int
+    gate_up: int  # gate and up panels alternate
+    down: int
+
+
+class Item(NamedTuple):
+    """Tokens of one request that fall into one block; as `common.engine.batch.ITEM_FIELDS`."""
+
+    row: int
+    num_tokens: int
+    position: int
+    exact_page: int
+    packed_page: int
+    from_page: int
 
 
 @njit(nogil=True)
-def _linear(kind, x, x_stride, w, k, out, out_stride, rows, panels, group, sync, counter):
-    """Tasks: (block of rows, group of panels)."""
-    element = 4 if kind == 0 else 2
-    row_blocks = -(-rows // ROW_BLOCK)
+def _linear(kind, x, w, k, out, rows, panels, group, sync, counter):
+    """out[rows, panels * 16] = x[rows, k] @ w. Tasks: (block of rows, group of panels)."""
     groups = -(-panels // group)
-    while True:
-        task = take(sync, counter)
-        if task >= row_blocks * groups:
-            return
+    num_tasks = -(-rows // ROW_BLOCK) * groups
+    panel_bytes = k * PANEL * element_size(kind)
+    out_stride = panels * PANEL * 4
+    task = take(sync, counter)
+    while task < num_tasks:
         row, panel = task // groups * ROW_BLOCK, task % groups * group
-        multiply(
-            kind, x + row * x_stride, x_stride, w + panel * k * 16 * element, k,
-            out + row * out_stride + panel * 64, out_stride,
-            min(ROW_BLOCK, rows - row), min(group, panels - panel),
-        )  # fmt: skip
-
-
-@njit(nogil=True)
-def _gate_up(kind, x, hidden, w, inter, out, rows, scratch, sync, counter):
-    """Gate and up panels alternate in `w`; a task computes a few pairs and joins them at once."""
-    element = 4 if kind == 0 else 2
-    pairs = inter // 16
-    group = PANEL_GROUP // 2
-    row_blocks, groups = -(-rows // ROW_BLOCK), -(-pairs // group)
-    while True:
+        at, to = x + row * k * 4, out + row * out_stride + panel * PANEL * 4
+        count, width = min(ROW_BLOCK, rows - row), min(group, panels - panel)
+        multiply(kind, at, k * 4, w + panel * panel_bytes, k, to, out_stride, count, width)
         task = take(sync, counter)
-        if task >= row_blocks * groups:
-            return
-        row, pair = task // groups * ROW_BLOCK, task % groups * group
-        count, num_pairs = min(ROW_BLOCK, rows - row), min(group, pairs - pair)
-        at = w + pair * 2 * hidden * 16 * element
-        multiply(
-            kind,
-            x + row * hidden * 4,
-            hidden * 4,
-            at,
-            hidden,
-            scratch,
-            PANEL_GROUP * 64,
-            count,
-            2 * num_pairs,
-        )
-        for r in range(count):
-            source = scratch + r * PANEL_GROUP * 64
-            target = out + (row + r) * inter * 4 + pair * 64
-            for p in range(num_pairs):
-                silu_mul(source + p * 128, source + p * 128 + 64, 16, target + p * 64)
 
 
 @njit(nogil=True)
-def _norm_rows(x, delta, bias, weight, n, eps, out, rows, sync, counter):
-    """x += delta (when its address is not 0); out = norm(x)."""
-    while True:
-        first = take(sync, counter) * ROW_TASK
-        if first >= rows:
-            return
+def _gate_up(model, w, rows, scratch, sync, counter):
+    """act = silu(gate) * up; a task computes a few pairs of panels and joins them at once."""
+    hidden, inter, kind = model.hidden, model.inter, model.kind
+    pairs, group = inter // PANEL, PANEL_GROUP // 2
+    groups = -(-pairs // group)
+    num_tasks = -(-rows // ROW_BLOCK) * groups
+    pair_bytes = 2 * hidden * PANEL * element_size(kind)
+    stride = PANEL_GROUP * PANEL * 4
+    task = take(sync, counter)
+    while task < num_tasks:
+        row, pair = task // groups * ROW_BLOCK, task % groups * group
+        count, width = min(ROW_BLOCK, rows - row), min(group, pairs - pair)
+        at = model.normed + row * hidden * 4
+        w_at = w + pair * pair_bytes
+        multiply(kind, at, hidden * 4, w_at, hidden, scratch, stride, count, 2 * width)
+        for r in range(count):
+            gate = scratch + r * stride
+            to = model.act + (row + r) * inter * 4 + pair * PANEL * 4
+            for p in range(width):
+                silu_mul(gate + p * 128, gate + p * 128 + 64, PANEL, to + p * 64)
+        task = take(sync, counter)
+
+
+@njit(nogil=True)
+def _norm_rows(model, has_delta, bias, weight, eps, rows, sync, counter):
+    """x += delta (+ bias); normed = norm(x)."""
+    n = model.hidden
+    first = take(sync, counter) * ROW_TASK
+    while first < rows:
         for r in range(first, min(first + ROW_TASK, rows)):
             at = r * n * 4
-            if delta:
-                add_row(x + at, delta + at, bias, n)
-            rms_norm(x + at, weight, n, eps, out + at)
-
-
-@njit(nogil=True)
-def _store_item(layer, item, head, dims, eps, scale, tensors, memory, scratch):
-    """Rotary, rounding, store and seal for one item and one KV head (with the q heads of its
-    group).
-    """
-    heads, kv_heads, head_dim, block_size = dims[HEADS], dims[KV_HEADS], dims[HEAD_DIM], dims[BLOCK]
-    group, head_bytes = heads // kv_heads, head_dim * 4
-    row_bytes = (heads + 2 * kv_heads) * head_bytes
-    exact_kind, packed_kind = dims[EXACT_KIND], dims[PACKED_KIND]
-    rows = memory[QKV_ROWS] + item[ITEM_ROW] * row_bytes
-    k_rows, v_rows = (
-        rows + (heads + head) * head_bytes,
-        rows + (heads + kv_heads + head) * head_bytes,
-    )
-    bias = tensors[QKV_BIAS]
-    count, position = item[ITEM_COUNT], item[ITEM_POSITION]
-    for t in range(count):
-        at = t * row_bytes
-        if bias:
-            add_bias(
-                rows + at + head * group * head_bytes,
-                bias + head * group * head_bytes,
-                group * head_dim,
-            )
-            add_bias(k_rows + at, bias + (heads + head) * head_bytes, head_dim)
-            add_bias(v_rows + at, bias + (heads + kv_heads + head) * head_bytes, head_dim)
-        cos = memory[COS] + (position + t) * head_bytes // 2
-        sin = memory[SIN] + (position + t) * head_bytes // 2
-        for g in range(group):
-            rotate_head(
-                rows + at + (head * group + g) * head_bytes,
-                cos,
-                sin,
-                head_dim,
-                tensors[Q_NORM],
-                eps,
-                scale,
-            )
-        rotate_head(k_rows + at, cos, sin, head_dim, tensors[K_NORM], eps, np.float32(1.0))
-        if exact_kind != FP32:
-            round_row(k_rows + at, head_dim)
-            round_row(v_rows + at, head_dim)
-
-    slice_index = layer * 2 * kv_heads + head
-    slots = block_size * head_dim
-    k_page = np.int64(0)
-    element = 4 if exact_kind == FP32 else 2
-    exact_slice = slots * element
-    if item[ITEM_EXACT] >= 0:
-        k_page = memory[EXACT] + item[ITEM_EXACT] * dims[EXACT_BYTES] + slice_index * exact_slice
-        v_page = k_page + kv_heads * exact_slice
-        offset = position % block_size
-        slot_bytes = head_dim * element
-        for t in range(count):
-            store_exact(
-                k_rows + t * row_bytes, head_dim, k_page + (offset + t) * slot_bytes, exact_kind
-            )
-            store_exact(
-                v_rows + t * row_bytes, head_dim, v_page + (offset + t) * slot_bytes, exact_kind
-            )
-        if offset == 0:
-            zero_bytes(k_page + count * slot_bytes, (block_size - count) * slot_bytes)
-            zero_bytes(v_page + count * slot_bytes, (block_size - count) * slot_bytes)
-    if item[ITEM_PACKED] >= 0:
-        page = memory[PACKED] + item[ITEM_PACKED] * dims[PACKED_BYTES]
-        packed_slice = slots * (4 if packed_kind == 0 else (2 if packed_kind == 1 else 1))
-        scale_at = page + dims[SCALES] + slice_index
-        k_at = page + slice_index * packed_slice
-        v_at = k_at + kv_heads * packed_slice
-        if item[ITEM_FROM_PAGE]:
-            load_rows(k_page, slots, exact_kind, np.float32(1.0), scratch)
-            seal(scratch, head_bytes, block_size, head_dim, k_at, packed_kind, scale_at)
-            load_rows(k_page + kv_heads * exact_slice, slots, exact_kind, np.float32(1.0), scratch)
-            seal(scratch, head_bytes, block_size, head_dim, v_at, packed_kind, scale_at + kv_heads)
-        else:
-            seal(k_rows, row_bytes, block_size, head_dim, k_at, packed_kind, scale_at)
-            seal(v_rows, row_bytes, block_size, head_dim, v_at, packed_kind, scale_at + kv_heads)
-
-
-@njit(nogil=True)
-def _store_items(layer, items, dims, eps, scale, tensors, memory, scratch, sync, counter):
-    kv_heads = dims[KV_HEADS]
-    while True:
-        task = take(sync, counter)
-        if task >= len(items) * kv_heads:
-            return
-        _store_item(
-            layer,
-            items[task // kv_heads],
-            task % kv_heads,
-            dims,
-            eps,
-            scale,
-            tensors,
-            memory,
-            scratch,
-        )
-
-
-@njit(nogil=True)
-def _attend_runs(layer, runs, tables, dims, memory, scratch, sync, counter):
-    heads, kv_heads, head_dim = dims[HEADS], dims[KV_HEADS], dims[HEAD_DIM]
-    group, head_bytes = heads // kv_heads, head_dim * 4
-    row_bytes = (heads + 2 * kv_heads) * head_bytes
-    while True:
-        task = take(sync, counter)
-        if task >= len(runs) * kv_heads:
-            return
-        run, head = runs[len(runs) - 1 - task // kv_heads], task % kv_heads
-        rows = memory[QKV_ROWS] + run[RUN_ROW] * row_bytes
-        attend(
-            rows + head * group * head_bytes,
-            rows + (heads + head) * head_bytes,
-            rows + (heads + kv_heads + head) * head_bytes, row_bytes,
-            run[RUN_COUNT], run[RUN_AFTER], run[RUN_POSITION], run[RUN_OWN], tables[run[RUN_TABLE]],
-            group, head_dim, dims[BLOCK],
-            memory[PACKED], dims[PACKED_BYTES], dims[PACKED_KIND],
-            memory[EXACT], dims[EXACT_BYTES], dims[EXACT_KIND],
-            layer * 2 * kv_heads + head, kv_heads, dims[SCALES], scratch,
-            memory[ATTN] + (run[RUN_ROW] * heads + head * group) * head_bytes, heads * head_bytes,
-        )  # fmt: skip
-
-
-@njit(nogil=True)
-def _embed(tokens, embedding, hidden, kind, out, sync, counter):
-    """Rows of the embedding, widened to fp32."""
-    element = 4 if kind == 0 else 2
-    while True:
+            if has_delta:
+                add_row(model.x + at, model.delta + at, bias, n)
+            rms_norm(model.x + at, weight, n, eps, model.normed + at)
         first = take(sync, counter) * ROW_TASK
-        if first >= len(tokens):
-            return
-        for r in range(first, min(first + ROW_TASK, len(tokens))):
-            widen(embedding + tokens[r] * hidden * element, hidden, kind, out + r * hidden * 4)
 
 
 @njit(nogil=True)
-def _final_rows(wanted, x, delta, weight, n, eps, out):
-    """The last residual and norm, on the rows whose logits are wanted."""
-    for i in range(len(wanted)):
-        at = wanted[i] * n * 4
-        add_row(x + at, delta + at, 0, n)
-        rms_norm(x + at, weight, n, eps, out + i * n * 4)
+def _rotate_rows(model, layer, item, head, eps, scale, exact_kind):
+    """Bias, QK-norm, rotary and rounding of an item's q, k and v, for one KV head; in place.
 
-
-@njit(nogil=True, cache=True)
-def forward(me, size, sync, dims, eps, scale, layers, memory, tokens, items, runs, tables, wanted):
-    """One step on thread `me` of `size`: logits of the `wanted` rows [len(wanted), vocab padded] at
-    memory[LOGITS].
+    Where its K and V rows start, and the bytes from row to row.
     """
-    rows, hidden, kind = len(tokens), dims[HIDDEN], dims[KIND]
-    heads, kv_heads, inter = dims[HEADS], dims[KV_HEADS], dims[INTER]
-    q_width = heads * dims[HEAD_DIM]
-    qkv_width = q_width + 2 * kv_heads * dims[HEAD_DIM]
-    x, h, qkv = memory[X], memory[H], memory[QKV_ROWS]
-    scratch = memory[SCRATCH] + me * memory[SCRATCH_STEP]
-    _embed(tokens, memory[EMBED], hidden, kind, x, sync, 0)
+    head_bytes, group = model.head_dim * 4, model.heads // model.kv_heads
+    row_bytes = (model.heads + 2 * model.kv_heads) * head_bytes
+    q_offset = head * group * head_bytes
+    k_offset = (model.heads + head) * head_bytes
+    v_offset = k_offset + model.kv_heads * head_bytes
+    rows = model.qkv + item.row * row_bytes
+    for t in range(item.num_tokens):
+        row = rows + t * row_bytes
+        if layer.qkv_bias:
+            add_bias(row + q_offset, layer.qkv_bias + q_offset, group * model.head_dim)
+            add_bias(row + k_offset, layer.qkv_bias + k_offset, model.head_dim)
+            add_bias(row + v_offset, layer.qkv_bias + v_offset, model.head_dim)
+        angle = (item.position + t) * head_bytes // 2
+        cos, sin = model.cos + angle, model.sin + angle
+        for g in range(group):
+            at = row + q_offset + g * head_bytes
+            rotate_head(at, cos, sin, model.head_dim, layer.q_norm, eps, scale)
+        k_row, one = row + k_offset, np.float32(1.0)
+        rotate_head(k_row, cos, sin, model.head_dim, layer.k_norm, eps, one)
+        if exact_kind != FP32:
+            round_row(k_row, model.head_dim)
+            round_row(row + v_offset, model.head_dim)
+    return rows + k_offset, rows + v_offset, row_bytes
+
+
+@njit(nogil=True)
+def _store_slice(rows, row_bytes, item, slice_at, pages):
+    """An item's K or V rows of one head into an exact page's slice; a fresh slice is zeroed behind."""
+    slot_bytes = pages.head_dim * element_bytes(pages.exact_kind)
+    offset = item.position % pages.block_size
+    for t in range(item.num_tokens):
+        at = slice_at + (offset + t) * slot_bytes
+        store_exact(rows + t * row_bytes, pages.head_dim, at, pages.exact_kind)
+    if offset == 0:
+        behind = slice_at + item.num_tokens * slot_bytes
+        zero_bytes(behind, (pages.block_size - item.num_tokens) * slot_bytes)
+
+
+@njit(nogil=True)
+def _store_item(model, layer, index, item, head, eps, scale, pages, scratch):
+    """Rotary, store and seal for one item and one KV head of layer `index`."""
+    k_rows, v_rows, row_bytes = _rotate_rows(model, layer, item, head, eps, scale, pages.exact_kind)
+    size, head_bytes = pages.block_size * pages.head_dim, pages.head_dim * 4
+    slice_index = index * 2 * pages.num_heads + head
+    exact_size = size * element_bytes(pages.exact_kind)
+    k_exact = pages.exact + item.exact_page * pages.exact_bytes + slice_index * exact_size
+    v_exact = k_exact + pages.num_heads * exact_size
+    if item.exact_page >= 0:
+        _store_slice(k_rows, row_bytes, item, k_exact, pages)
+        _store_slice(v_rows, row_bytes, item, v_exact, pages)
+    if item.packed_page < 0:
+        return
+    page = pages.packed + item.packed_page * pages.packed_bytes
+    packed_size = size * element_bytes(pages.packed_kind)
+    k_packed = page + slice_index * packed_size
+    v_packed = k_packed + pages.num_heads * packed_size
+    k_scale = page + pages.scales_offset + slice_index
+    if item.from_page:
+        load_rows(k_exact, size, pages.exact_kind, np.float32(1.0), scratch)
+        seal(scratch, head_bytes, pages, k_packed, k_scale)
+        load_rows(v_exact, size, pages.exact_kind, np.float32(1.0), scratch)
+        seal(scratch, head_bytes, pages, v_packed, k_scale + pages.num_heads)
+    else:
+        seal(k_rows, row_bytes, pages, k_packed, k_scale)
+        seal(v_rows, row_bytes, pages, v_packed, k_scale + pages.num_heads)
+
+
+@njit(nogil=True)
+def _store_items(model, layer, index, items, eps, scale, pages, scratch, sync, counter):
+    """Tasks: (item, KV head)."""
+    task = take(sync, counter)
+    while task < len(items) * model.kv_heads:
+        i = items[task // model.kv_heads]
+        item = Item(i[0], i[1], i[2], i[3], i[4], i[5])
+        head = task % model.kv_heads
+        _store_item(model, layer, index, item, head, eps, scale, pages, scratch)
+        task = take(sync, counter)
+
+
+@njit(nogil=True)
+def _attend_runs(model, index, runs, tables, pages, scratch, sync, counter):
+    """Tasks: (run, KV head), the last runs first, since those of a chunk see the most."""
+    head_bytes, group = model.head_dim * 4, model.heads // model.kv_heads
+    row_bytes = (model.heads + 2 * model.kv_heads) * head_bytes
+    out_stride = model.heads * head_bytes
+    task = take(sync, counter)
+    while task < len(runs) * model.kv_heads:
+        fields = runs[len(runs) - 1 - task // model.kv_heads]
+        row, count, position, table, own_page, num_after = fields
+        head = task % model.kv_heads
+        rows = model.qkv + row * row_bytes
+        run = Run(
+            rows + head * group * head_bytes,
+            rows + (model.heads + head) * head_bytes,
+            rows + (model.heads + model.kv_heads + head) * head_bytes,
+            row_bytes,
+            model.attended + row * out_stride + head * group * head_bytes,
+            out_stride,
+            count,
+            num_after,
+            position,
+            own_page,
+        )
+        slice_index = index * 2 * model.kv_heads + head
+        attend(run, tables[table], pages, slice_index, group, scratch)
+        task = take(sync, counter)
+
+
+@njit(nogil=True)
+def _embed(model, tokens, sync, counter):
+    """Rows of the embedding, widened to fp32."""
+    row_bytes = model.hidden * element_size(model.kind)
+    first = take(sync, counter) * ROW_TASK
+    while first < len(tokens):
+        for r in range(first, min(first + ROW_TASK, len(tokens))):
+            at = model.embedding + tokens[r] * row_bytes
+            widen(at, model.hidden, model.kind, model.x + r * model.hidden * 4)
+        first = take(sync, counter) * ROW_TASK
+
+
+@njit(nogil=True)
+def _final_rows(model, wanted, eps):
+    """The last residual and norm, on the rows whose logits are wanted."""
+    row_bytes = model.hidden * 4
+    for i in range(len(wanted)):
+        at = wanted[i] * row_bytes
+        add_row(model.x + at, model.delta + at, 0, model.hidden)
+        to = model.normed + i * row_bytes
+        rms_norm(model.x + at, model.final_norm, model.hidden, eps, to)
+
+
+@njit(nogil=True)
+def _model(m):
+    return Model(
+        m[0], m[1], m[2], m[3], m[4], m[5], m[6], m[7], m[8], m[9], m[10],
+        m[11], m[12], m[13], m[14], m[15], m[16], m[17], m[18], m[19], m[20], m[21],
+    )  # fmt: skip
+
+
+@njit(nogil=True)
+def _layer(t):
+    return Layer(t[0], t[1], t[2], t[3], t[4], t[5], t[6], t[7], t[8], t[9])
+
+
+@njit(nogil=True)
+def _pages(p):
+    return Pages(p[0], p[1], p[2], p[3], p[4], p[5], p[6], p[7], p[8], p[9])
+
+
+NUMBERS, NUMBERS_2D = types.int64[::1], types.int64[:, ::1]
+
+
+@njit(
+    types.void(
+        types.int64, types.int64, types.int64, NUMBERS, NUMBERS_2D, NUMBERS, types.float32,
+        types.float32, types.int32[::1], NUMBERS_2D, NUMBERS_2D, types.int32[:, ::1], NUMBERS,
+    ),
+    nogil=True,
+    cache=True,
+)  # fmt: skip
+def forward(
+    me, size, sync, model_fields, layer_fields, page_fields, eps, scale,
+    tokens, items, runs, tables, wanted,
+):  # fmt: skip
+    """One step on thread `me` of `size`: logits of the `wanted` rows at `Model.logits`.
+
+    The `_fields` are the numbers of a `Model`, of a `Layer` per row, and of `Pages`; `sync` is the
+    address of zeroed words for barriers and counters.
+    """
+    model, pages = _model(model_fields), _pages(page_fields)
+    rows, hidden, kind = len(tokens), model.hidden, model.kind
+    q_width = model.heads * model.head_dim
+    qkv_panels = (q_width + 2 * model.kv_heads * model.head_dim) // PANEL
+    hidden_panels = hidden // PANEL
+    scratch = model.scratch + me * model.scratch_step
+    _embed(model, tokens, sync, 0)
     barrier(sync, size)
-    delta = np.int64(0)
-    for layer in range(dims[LAYERS]):
-        tensors = layers[layer]
-        base = 1 + layer * PHASES
-        _norm_rows(x, delta, np.int64(0), tensors[NORM_1], hidden, eps, h, rows, sync, base)
+    for index in range(model.num_layers):
+        layer, count = _layer(layer_fields[index]), 1 + index * PHASES
+        _norm_rows(model, index > 0, 0, layer.norm_1, eps, rows, sync, count)
         barrier(sync, size)
         _linear(
-            kind,
-            h,
-            hidden * 4,
-            tensors[QKV],
-            hidden,
-            qkv,
-            qkv_width * 4,
-            rows,
-            qkv_width // 16,
-            PANEL_GROUP,
-            sync,
-            base + 1,
-        )
+            kind, model.normed, layer.qkv, hidden, model.qkv, rows, qkv_panels, PANEL_GROUP,
+            sync, count + 1,
+        )  # fmt: skip
         barrier(sync, size)
-        _store_items(layer, items, dims, eps, scale, tensors, memory, scratch, sync, base + 2)
+        _store_items(model, layer, index, items, eps, scale, pages, scratch, sync, count + 2)
         barrier(sync, size)
-        _attend_runs(layer, runs, tables, dims, memory, scratch, sync, base + 3)
+        _attend_runs(model, index, runs, tables, pages, scratch, sync, count + 3)
         barrier(sync, size)
         _linear(
-            kind,
-            memory[ATTN],
-            q_width * 4,
-            tensors[OUT],
-            q_width,
-            qkv,
-            hidden * 4,
-            rows,
-            hidden // 16,
-            PANEL_GROUP,
-            sync,
-            base + 4,
-        )
+            kind, model.attended, layer.out, q_width, model.delta, rows, hidden_panels,
+            PANEL_GROUP, sync, count + 4,
+        )  # fmt: skip
         barrier(sync, size)
-        _norm_rows(x, qkv, tensors[OUT_BIAS], tensors[NORM_2], hidden, eps, h, rows, sync, base + 5)
+        _norm_rows(model, True, layer.out_bias, layer.norm_2, eps, rows, sync, count + 5)
         barrier(sync, size)
-        _gate_up(
-            kind, h, hidden, tensors[GATE_UP], inter, memory[ACT], rows, scratch, sync, base + 6
-        )
+        _gate_up(model, layer.gate_up, rows, scratch, sync, count + 6)
         barrier(sync, size)
         _linear(
-            kind,
-            memory[ACT],
-            inter * 4,
-            tensors[DOWN],
-            inter,
-            qkv,
-            hidden * 4,
-            rows,
-            hidden // 16,
-            PANEL_GROUP,
-            sync,
-            base + 7,
-        )
+            kind, model.act, layer.down, model.inter, model.delta, rows, hidden_panels,
+            PANEL_GROUP, sync, count + 7,
+        )  # fmt: skip
         barrier(sync, size)
-        delta = qkv
-    base = 1 + dims[LAYERS] * PHASES
     if me == 0:
-        _final_rows(wanted, x, delta, memory[FINAL_NORM], hidden, eps, h)
+        _final_rows(model, wanted, eps)
     barrier(sync, size)
-    padded = dims[VOCAB_PADDED]
     _linear(
-        kind,
-        h,
-        hidden * 4,
-        memory[HEAD],
-        hidden,
-        memory[LOGITS],
-        padded * 4,
-        len(wanted),
-        padded // 16,
-        HEAD_GROUP,
-        sync,
-        base,
-    )
+        kind, model.normed, model.head, hidden, model.logits, len(wanted),
+        model.vocab_padded // PANEL, HEAD_GROUP, sync, 1 + model.num_layers * PHASES,
+    )  # fmt: skip

@@ -14,7 +14,7 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
-from common.kernels.cpu.simd import V8F, V8I, call_fma, constant, f32x8, store
+from common.kernels.cpu.simd import V8F, V8I, call_fma, call_prefetch, constant, f32x8, store
 
 PANEL = 16
 F32_WEIGHTS, BF16_WEIGHTS, F16_WEIGHTS = 0, 1, 2
@@ -69,6 +69,7 @@ def tile(
     if not all(isinstance(a, types.IntegerLiteral) for a in (rows, panels, kind)):
         return None
     num_rows, num_panels, width = rows.literal_value, panels.literal_value, kind.literal_value
+    prefetches = not isinstance(panel_stride, types.IntegerLiteral)
     starts_from_zero = isinstance(factors, types.IntegerLiteral) and factors.literal_value == 0
     element = 4 if width == F32_WEIGHTS else 2
 
@@ -104,6 +105,9 @@ def tile(
         sums = [[builder.phi(V8F) for _ in range(2 * num_panels)] for _ in range(num_rows)]
         x_offset = builder.mul(index, ir.Constant(I64, 4))
         w_offset = builder.mul(index, k_step)
+        for p in range(num_panels if prefetches else 0):
+            ahead = builder.add(builder.add(panel_at[p], w_offset), w_step)
+            call_prefetch(builder, ahead)
         weights = [
             _load_weights(
                 builder,
@@ -140,6 +144,11 @@ def tile(
     return types.void(*(types.int64,) * 8, last, rows, panels, kind), codegen
 
 
+@njit(nogil=True)
+def element_size(kind):
+    return 4 if kind == F32_WEIGHTS else 2
+
+
 def _panel_rows(kind):
     """The product of `rows` rows of x and `panels` consecutive panels, for one width of weights."""
     k_stride = 64 if kind == F32_WEIGHTS else 32
@@ -148,122 +157,30 @@ def _panel_rows(kind):
     def run(x, x_stride, w, k, out, out_stride, rows, panels):
         step = k * k_stride
         panel = 0
-        if rows <= 2:
+        if rows <= 2:  # few rows: several panels at once, for enough independent sums
             while panel + 4 <= panels:
                 at, to = w + panel * step, out + panel * 64
                 for r in range(rows):
-                    tile(
-                        x + r * x_stride,
-                        x_stride,
-                        at,
-                        step,
-                        k_stride,
-                        k,
-                        to + r * out_stride,
-                        out_stride,
-                        0,
-                        1,
-                        4,
-                        kind,
-                    )
+                    xr, o = x + r * x_stride, to + r * out_stride
+                    tile(xr, x_stride, at, step, k_stride, k, o, out_stride, 0, 1, 4, kind)
                 panel += 4
-        elif rows == 3:
-            while panel + 2 <= panels:
-                tile(
-                    x,
-                    x_stride,
-                    w + panel * step,
-                    step,
-                    k_stride,
-                    k,
-                    out + panel * 64,
-                    out_stride,
-                    0,
-                    3,
-                    2,
-                    kind,
-                )
-                panel += 2
         while panel < panels:
             at, to = w + panel * step, out + panel * 64
             r = 0
-            while r + 6 <= rows:
-                tile(
-                    x + r * x_stride,
-                    x_stride,
-                    at,
-                    step,
-                    k_stride,
-                    k,
-                    to + r * out_stride,
-                    out_stride,
-                    0,
-                    6,
-                    1,
-                    kind,
-                )
-                r += 6
-            if rows - r >= 4:
-                tile(
-                    x + r * x_stride,
-                    x_stride,
-                    at,
-                    step,
-                    k_stride,
-                    k,
-                    to + r * out_stride,
-                    out_stride,
-                    0,
-                    4,
-                    1,
-                    kind,
-                )
-                r += 4
-            if rows - r == 3:
-                tile(
-                    x + r * x_stride,
-                    x_stride,
-                    at,
-                    step,
-                    k_stride,
-                    k,
-                    to + r * out_stride,
-                    out_stride,
-                    0,
-                    3,
-                    1,
-                    kind,
-                )
-            elif rows - r == 2:
-                tile(
-                    x + r * x_stride,
-                    x_stride,
-                    at,
-                    step,
-                    k_stride,
-                    k,
-                    to + r * out_stride,
-                    out_stride,
-                    0,
-                    2,
-                    1,
-                    kind,
-                )
-            elif rows - r == 1:
-                tile(
-                    x + r * x_stride,
-                    x_stride,
-                    at,
-                    step,
-                    k_stride,
-                    k,
-                    to + r * out_stride,
-                    out_stride,
-                    0,
-                    1,
-                    1,
-                    kind,
-                )
+            while r < rows:
+                xr, o = x + r * x_stride, to + r * out_stride
+                if r + 6 <= rows:
+                    tile(xr, x_stride, at, step, k_stride, k, o, out_stride, 0, 6, 1, kind)
+                    r += 6
+                elif r + 4 <= rows:
+                    tile(xr, x_stride, at, step, k_stride, k, o, out_stride, 0, 4, 1, kind)
+                    r += 4
+                elif r + 3 <= rows:
+                    tile(xr, x_stride, at, step, k_stride, k, o, out_stride, 0, 3, 1, kind)
+                    r += 3
+                else:
+                    tile(xr, x_stride, at, step, k_stride, k, o, out_stride, 0, 1, 1, kind)
+                    r += 1
             panel += 1
 
     return run

@@ -6,6 +6,8 @@ Element kinds: `FP32`, `BF16`, `E4M3`. Sealing reads values that are already rou
 form, and is done once per block.
 """
 
+from typing import NamedTuple
+
 import numpy as np
 from numba import njit
 
@@ -18,7 +20,6 @@ from common.kernels.cpu.simd import (
     largest,
     load,
     load_bf16,
-    load_e4m3,
     maximum,
     mul,
     put_u8,
@@ -28,11 +29,29 @@ from common.kernels.cpu.simd import (
     store_bf16,
     store_e4m3,
     transpose8,
+    widen_e4m3,
 )
 
 FP32, BF16, E4M3 = 0, 1, 2
-ELEMENT_BYTES = (4, 2, 1)
+
+
+class Pages(NamedTuple):
+    """Both pools as kernels see them: addresses, page sizes, element kinds, shape of a slice."""
+
+    packed: int
+    packed_bytes: int
+    packed_kind: int
+    scales_offset: int
+    exact: int
+    exact_bytes: int
+    exact_kind: int
+    num_heads: int  # KV heads
+    block_size: int
+    head_dim: int
+
+
 NEUTRAL_SCALE = 127
+MAX_SCALE = 237  # 2^110: larger values saturate
 
 
 @njit(nogil=True)
@@ -72,7 +91,7 @@ def scale_code(amax):
     code = (bits >> 23) - 8
     if (bits & 0x7FFFFF) > 0x600000:
         code += 1
-    return max(code, np.int64(1))
+    return min(max(code, np.int64(1)), np.int64(MAX_SCALE))
 
 
 @njit(nogil=True)
@@ -82,37 +101,36 @@ def scale_of(code):
 
 
 @njit(nogil=True)
-def seal(rows, row_stride, block_size, head_dim, at, kind, scale_at):
-    """Rows [block_size, head_dim] fp32 into a packed page, and their scale, if the codec has one,
-    at `scale_at`.
+def seal(rows, row_stride, pages, at, scale_at):
+    """Rows [block_size, head_dim] fp32 into the slice at `at` of a packed page; its scale, if the
+    codec has one, to `scale_at`.
     """
+    block_size, head_dim, kind = pages.block_size, pages.head_dim, pages.packed_kind
     if kind != E4M3:
         for t in range(block_size):
-            store_exact(
-                rows + t * row_stride, head_dim, at + t * head_dim * element_bytes(kind), kind
-            )
+            to = at + t * head_dim * element_bytes(kind)
+            store_exact(rows + t * row_stride, head_dim, to, kind)
         return
     biggest = splat(np.float32(0.0))
     for t in range(block_size):
-        row = rows + t * row_stride
         for i in range(0, head_dim, 8):
-            biggest = maximum(finite_size(load(row + i * 4)), biggest)
+            biggest = maximum(finite_size(load(rows + t * row_stride + i * 4)), biggest)
     code = scale_code(largest(biggest))
     put_u8(scale_at, np.uint8(code))
     inverse = splat(scale_of(254 - code))
     for t in range(block_size):
-        row = rows + t * row_stride
         for i in range(0, head_dim, 8):
-            store_e4m3(at + t * head_dim + i, mul(load(row + i * 4), inverse))
+            value = mul(load(rows + t * row_stride + i * 4), inverse)
+            store_e4m3(at + t * head_dim + i, value)
 
 
 @njit(nogil=True)
 def load_rows(at, count, kind, scale, out):
     """`count` elements from a page as fp32 at `out`, times `scale` for e4m3."""
     if kind == E4M3:
-        factor = splat(scale)
-        for i in range(0, count, 8):
-            store(out + i * 4, mul(load_e4m3(at + i), factor))
+        factor = scale * np.float32(256.0)
+        for i in range(0, count, 16):
+            widen_e4m3(at + i, factor, out + i * 4)
     elif kind == BF16:
         for i in range(0, count, 8):
             store(out + i * 4, load_bf16(at + i * 2))

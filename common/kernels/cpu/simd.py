@@ -65,6 +65,25 @@ def address(typingctx, array):
     return types.int64(array), codegen
 
 
+def call_prefetch(builder: Any, at: Any) -> None:
+    pointer = ir.IntType(8).as_pointer()
+    kind = ir.FunctionType(ir.VoidType(), [pointer, I32, I32, I32])
+    function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+    read, near, data = (ir.Constant(I32, n) for n in (0, 2, 1))
+    builder.call(function, [builder.inttoptr(at, pointer), read, near, data])
+
+
+@intrinsic
+def prefetch(typingctx, at):
+    """Ask for the cache line at address `at`; any address will do."""
+
+    def codegen(context, builder, signature, args):
+        call_prefetch(builder, args[0])
+        return context.get_dummy_value()
+
+    return types.void(types.int64), codegen
+
+
 @intrinsic
 def load(typingctx, at):
     """Eight floats at address `at`."""
@@ -275,21 +294,33 @@ def load_bf16(typingctx, at):
 
 
 @intrinsic
-def load_e4m3(typingctx, at):
-    """Eight e4m3 bytes as fp32 (without a scale). 0x7F and 0xFF are NaN."""
+def widen_e4m3(typingctx, at, scale, out):
+    """Sixteen e4m3 bytes at `at`, times `scale` / 256, as fp32 at `out`. 0x7F and 0xFF are NaN.
+
+    An e4m3 number moved into the bits of an fp16 is 2^-8 of itself, subnormal or not; the processor
+    widens fp16 without the penalty that fp32 subnormals have. So `scale` is 256 times the block's.
+    """
 
     def codegen(context, builder, signature, args):
-        byte = ir.VectorType(ir.IntType(8), 8)
-        bits = builder.zext(builder.load(_pointer(builder, args[0], byte), align=1), V8I)
-        sign = builder.shl(builder.and_(bits, constant(V8I, 0x80)), constant(V8I, 24))
-        magnitude = builder.and_(bits, constant(V8I, 0x7F))
-        small = builder.bitcast(builder.shl(magnitude, constant(V8I, 20)), V8F)
-        number = builder.fmul(small, constant(V8F, 2.0**120))
-        is_nan = builder.icmp_signed("==", magnitude, constant(V8I, 0x7F))
-        number = builder.select(is_nan, constant(V8F, float("nan")), number)
-        return builder.bitcast(builder.or_(builder.bitcast(number, V8I), sign), V8F)
+        at, scale, out = args
+        byte, half = ir.VectorType(ir.IntType(8), 16), ir.VectorType(ir.IntType(16), 16)
 
-    return f32x8(types.int64), codegen
+        def number(value):
+            return ir.Constant(half, [value] * 16)
+
+        bits = builder.sext(builder.load(_pointer(builder, at, byte), align=1), half)
+        bits = builder.and_(builder.shl(bits, number(7)), number(0xBFFF - 0x10000))
+        is_nan = builder.icmp_signed("==", builder.and_(bits, number(0x3F80)), number(0x3F80))
+        bits = builder.or_(bits, builder.sext(is_nan, half))
+        halves = builder.bitcast(bits, ir.VectorType(ir.HalfType(), 16))
+        factor = _splat(builder, scale, V8F)
+        for first in (0, 8):
+            wide = builder.fpext(_half(builder, halves, first, 8), V8F)
+            place = _pointer(builder, builder.add(out, ir.Constant(ir.IntType(64), first * 4)), V8F)
+            builder.store(builder.fmul(wide, factor), place, align=4)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.float32, types.int64), codegen
 
 
 @intrinsic

@@ -1,0 +1,39 @@
+"""Runners for tests: of the demo model, and of tiny random models made on the spot."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from common.engine.runner import ModelRunner, load_runner
+from tests.engine.tiny_models import TinyModel, make_tiny_model
+
+MakeRunner = Callable[..., ModelRunner]
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _one_torch_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
+    """A small random Llama."""
+    return make_tiny_model(tmp_path_factory.mktemp("tiny"), "llama")
+
+
+@pytest.fixture
+def tiny_runner(tiny: TinyModel) -> MakeRunner:
+    def make(**options: object) -> ModelRunner:
+        return make_runner(tiny.path, **options)
+
+    return make
+
+
+def make_runner(path: Path, **options: object) -> ModelRunner:
+    given: dict[str, object] = {"num_blocks": 512, "num_exact": 128, "num_threads": 1} | options
+    return load_runner(path, **given)  # type: ignore[arg-type]

@@ -1,0 +1,194 @@
+"""Tiny random models of every architecture give the logits that transformers gives."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from common.engine.runner import load_runner
+from common.engine.weights import Checkpoint, model_fingerprint
+from common.errors import UnsupportedModel
+from common.model_config import ModelConfig
+from tests.engine.conftest import make_runner
+from tests.engine.driver import Driver
+from tests.engine.tiny_models import TinyModel, make_tiny_model
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama tied": ("llama", {"tie_word_embeddings": True}),
+    "llama with biases": ("llama", {"attention_bias": True}),
+    "llama, one KV head": ("llama", {"num_key_value_heads": 1}),
+    "llama, no groups": ("llama", {"num_key_value_heads": 4}),
+    "llama, wide heads": ("llama", {"head_dim": 48}),
+    "llama, linear rope": (
+        "llama",
+        {"rope_parameters": {"rope_type": "linear", "factor": 2.5, "rope_theta": 1e4}},
+    ),
+    "llama, llama3 rope": ("llama", {"rope_parameters": LLAMA3}),
+    "mistral": ("mistral", {"sliding_window": None}),
+    "qwen2": ("qwen2", {}),
+    "qwen3": ("qwen3", {}),
+    "qwen3 tied": ("qwen3", {"tie_word_embeddings": True}),
+}
+
+
+def engine_logits(path: Path, prompt: list[int], num_new: int, **options: Any) -> tuple[Any, Any]:
+    driver = Driver(make_runner(path, **({"codec": "fp32"} | options)))
+    driver.add("a", prompt, max_tokens=num_new)
+    driver.run(chunk_tokens=32)
+    return np.stack(driver.logits["a"]), driver.tokens["a"]
+
+
+def prompt_of(num_tokens: int, vocab_size: int = 331) -> list[int]:
+    return [int(t) for t in np.random.default_rng(num_tokens).integers(0, vocab_size, num_tokens)]
+
+
+def assert_same_logits(model: TinyModel, **options: Any) -> None:
+    prompt = prompt_of(77)
+    found, tokens = engine_logits(model.path, prompt, 6, **options)
+    wanted = model.logits(prompt + tokens)[len(prompt) - 1 : -1].numpy()
+    np.testing.assert_allclose(found, wanted, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_equal_transformers(name: str, tmp_path: Path) -> None:
+    family, changes = MODELS[name]
+    assert_same_logits(make_tiny_model(tmp_path, family, **changes))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_checkpoints_are_widened_exactly(tmp_path: Path, dtype: torch.dtype) -> None:
+    assert_same_logits(make_tiny_model(tmp_path, "llama", dtype=dtype))
+
+
+def test_sharded_checkpoint(tmp_path: Path) -> None:
+    model = make_tiny_model(tmp_path, "llama", max_shard_size="100KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    assert_same_logits(model)
+
+
+def test_older_rope_spelling_means_the_same(tmp_path: Path) -> None:
+    make_tiny_model(tmp_path, "llama", rope_parameters=LLAMA3)
+    config = json.loads((tmp_path / "config.json").read_text())
+    newer = ModelConfig.parse(config, {})
+    parameters = config.pop("rope_parameters")
+    theta = parameters.pop("rope_theta")
+    older = ModelConfig.parse(config | {"rope_scaling": parameters, "rope_theta": theta}, {})
+    kind = parameters.pop("rope_type")
+    oldest = config | {"rope_scaling": parameters | {"type": kind}, "rope_theta": theta}
+    assert newer.rope == older.rope == ModelConfig.parse(oldest, {}).rope
+
+
+def test_block_size_32(tmp_path: Path) -> None:
+    assert_same_logits(make_tiny_model(tmp_path, "llama"), block_size=32)
+
+
+def test_tied_model_that_still_holds_a_head(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = make_tiny_model(tmp_path, "llama", tie_word_embeddings=True)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    save_file(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}, file)
+    assert_same_logits(model)
+    assert not caplog.records
+    save_file(tensors | {"lm_head.weight": torch.zeros(331, 64)}, file)
+    assert_same_logits(model)
+    assert "the embedding is used" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM"),
+        ({"architectures": []}, "none named"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "gptq"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "yarn"),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "dynamic"),
+        ({"rope_parameters": {"rope_type": "linear"}}, "factor"),
+        ({"rope_parameters": None, "rope_scaling": {"type": "su", "factor": 2.0}}, "su"),
+        ({"hidden_act": "gelu"}, "gelu"),
+        ({"mlp_bias": True}, "mlp_bias"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"num_key_value_heads": 3}, "3 KV heads"),
+        ({"hidden_size": None}, "hidden_size"),
+        ({"use_sliding_window": True, "sliding_window": 8}, "window 8"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
+    ],
+)
+def test_unsupported_models_are_named(tiny: TinyModel, change: dict[str, Any], named: str) -> None:
+    config = json.loads((tiny.path / "config.json").read_text()) | change
+    with pytest.raises(UnsupportedModel, match=named):
+        ModelConfig.parse(config, {})
+
+
+def test_mistral_window_counts_only_when_it_would_be_active(tmp_path: Path) -> None:
+    make_tiny_model(tmp_path, "mistral", sliding_window=4096)
+    assert ModelConfig.load(tmp_path).architecture == "MistralForCausalLM"
+    config = json.loads((tmp_path / "config.json").read_text())
+    with pytest.raises(UnsupportedModel, match="window 512"):
+        ModelConfig.parse(config | {"sliding_window": 512}, {})
+
+
+def test_end_of_text_ids_are_the_union(tiny: TinyModel) -> None:
+    config = json.loads((tiny.path / "config.json").read_text()) | {"eos_token_id": 5}
+    assert ModelConfig.parse(config, {"eos_token_id": [7, 5]}).eos_token_ids == (5, 7)
+    assert ModelConfig.parse(config | {"eos_token_id": None}, {}).eos_token_ids == ()
+
+
+def test_damaged_checkpoints_are_explained(tmp_path: Path) -> None:
+    make_tiny_model(tmp_path, "llama")
+    file = tmp_path / "model.safetensors"
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-100])
+    with pytest.raises(UnsupportedModel, match="interrupted"):
+        Checkpoint.open(tmp_path)
+    file.write_bytes(b"\xff" * 64)
+    with pytest.raises(UnsupportedModel, match="not a safetensors file"):
+        Checkpoint.open(tmp_path)
+    file.unlink()
+    with pytest.raises(UnsupportedModel, match="neither"):
+        load_runner(tmp_path, num_blocks=4, num_exact=4)
+
+
+def test_missing_and_misshapen_tensors_are_named(tmp_path: Path) -> None:
+    make_tiny_model(tmp_path, "llama")
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    name = "model.layers.1.mlp.up_proj.weight"
+    save_file(tensors | {name: torch.zeros(8, 8)}, file)
+    with pytest.raises(UnsupportedModel, match=r"up_proj.weight has shape \[8, 8\]"):
+        load_runner(tmp_path, num_blocks=4, num_exact=4)
+    del tensors[name]
+    save_file(tensors, file)
+    with pytest.raises(UnsupportedModel, match=r"no tensor model\.layers\.1\.mlp\.up_proj"):
+        load_runner(tmp_path, num_blocks=4, num_exact=4)
+
+
+def test_fingerprint_tells_fine_tunes_apart(tmp_path: Path) -> None:
+    make_tiny_model(tmp_path, "llama")
+    file = tmp_path / "model.safetensors"
+    before = model_fingerprint(tmp_path)
+    assert before == model_fingerprint(tmp_path)
+    assert len(before) == 16
+    tensors = load_file(file)
+    for name, tensor in tensors.items():
+        save_file(tensors | {name: tensor * 1.001}, file)
+        assert model_fingerprint(tmp_path) != before, name
+    save_file(tensors, file)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 1e-3}))
+    assert model_fingerprint(tmp_path) != before
