@@ -10,6 +10,7 @@ and serving goes on as long as one worker is left that generates.
 
 import asyncio
 import ctypes
+import json
 import os
 import signal
 import socket
@@ -29,6 +30,7 @@ from common.errors import ConfigError
 PR_SET_PDEATHSIG = 1
 READY_INTERVAL_S = 0.1
 STILL_WAITING_S = 10.0
+MAX_REASON = 100
 STOP_GRACE_S = 5.0
 """Added to `drain_s`: what a process may need beyond draining before it is killed."""
 
@@ -329,8 +331,16 @@ async def get_ready(address: str) -> tuple[int, str]:
         status = int(answer.split(" ", 2)[1])
     except (OSError, TimeoutError, ValueError, IndexError):
         return 0, "the router does not answer yet"
-    body = answer.partition("\r\n\r\n")[2].strip()
-    return status, f"the router says {status} {body}".rstrip()
+    return status, in_words(status, answer.partition("\r\n\r\n")[2])
+
+
+def in_words(status: int, body: str) -> str:
+    """The first of the router's reasons, short enough for one line."""
+    try:
+        reason = str(json.loads(body)["reasons"][0])
+    except (ValueError, LookupError, TypeError):
+        return f"the router says {status}"
+    return reason if len(reason) <= MAX_REASON else reason[:MAX_REASON] + "..."
 
 
 def reachable(address: str) -> tuple[str, int]:

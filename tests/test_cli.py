@@ -15,7 +15,7 @@ import pytest
 
 from common.config import ServeConfig, available_cores
 from common.errors import ConfigError
-from common.launcher import ChildPlan, check_free, free_ports, plan_children
+from common.launcher import ChildPlan, check_free, free_ports, in_words, plan_children
 
 ROOT = Path(__file__).resolve().parent.parent
 FAKE = ROOT / "tests" / "fake_process.py"
@@ -157,6 +157,14 @@ def test_two_workers_share_the_cores_and_get_ports_of_their_own() -> None:
     assert flags(decode)["--listen"] == "127.0.0.1:3"
     assert flags(decode)["--chunk-tokens"] == "64"
     assert "--kv-codec" not in decode.arguments
+
+
+def test_the_reason_for_waiting_is_short() -> None:
+    assert in_words(503, '{"reasons": ["decode:7000: cannot be reached", "b"]}') == (
+        "decode:7000: cannot be reached"
+    )
+    assert in_words(503, json.dumps({"reasons": ["x" * 300]})) == "x" * 100 + "..."
+    assert in_words(502, "<html>") == "the router says 502"
 
 
 def test_colocated_workers_are_decode_workers_to_the_router() -> None:
