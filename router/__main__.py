@@ -4,9 +4,10 @@ import logging
 import sys
 
 import anyio
+import anyio.lowlevel
 
 from common.config import RouterConfig
-from common.errors import TandemError, UnsupportedModel
+from common.errors import ConfigError, UnsupportedModel
 from common.worker import until_signal
 from router.wiring import open_router
 
@@ -20,21 +21,24 @@ def run(config: RouterConfig) -> int:
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
         stream=sys.stderr,
     )
+    exit_code = 0
     try:
         anyio.run(_run, config, backend_options={"use_uvloop": True})
-    except TandemError as error:
-        log.error("%s", error)
-        return 2 if error.code in ("config_error", UnsupportedModel.code) else 1
-    except BaseExceptionGroup as group:
+    except* (ConfigError, UnsupportedModel) as group:
+        exit_code = 2
+        for error in group.exceptions:
+            log.error("%s", error)
+    except* Exception as group:
+        exit_code = 1
         log.error("stopped by a crash", exc_info=group)
-        return 1
-    return 0
+    return exit_code
 
 
 async def _run(config: RouterConfig) -> None:
-    router = await open_router(config)
     stop = anyio.Event()
     async with anyio.create_task_group() as group:
         group.start_soon(until_signal, stop.set)
+        await anyio.lowlevel.checkpoint()  # signals are heard before anybody can think we run
+        router = await open_router(config)
         await router.run(stop)
         group.cancel_scope.cancel()

@@ -124,12 +124,15 @@ def _replaced(text: str, steps: list[Mapping[str, Any]]) -> str:
     return text
 
 
-def _byte_alphabet() -> dict[str, int]:
-    """The printable character that stands for each byte in byte-level vocabularies."""
+def _byte_alphabet() -> dict[int, int]:
+    """From the characters that stand for bytes in byte-level vocabularies to those bytes.
+
+    Other characters below 256 go to one that is no byte.
+    """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    alphabet = {chr(byte): byte for byte in printable}
     others = [byte for byte in range(256) if byte not in set(printable)]
-    return alphabet | {chr(256 + n): byte for n, byte in enumerate(others)}
+    alphabet = dict.fromkeys(others, 0xFFFF) | {byte: byte for byte in printable}
+    return alphabet | {256 + n: byte for n, byte in enumerate(others)}
 
 
 _BYTE_OF = _byte_alphabet()
@@ -137,6 +140,6 @@ _BYTE_OF = _byte_alphabet()
 
 def _byte_level(token: str) -> bytes:
     try:
-        return bytes([_BYTE_OF[char] for char in token])
-    except KeyError:
+        return token.translate(_BYTE_OF).encode("latin-1")
+    except UnicodeEncodeError:
         return token.encode()

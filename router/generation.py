@@ -69,6 +69,7 @@ class TextService:
         self.metrics = metrics
         self.clock = clock
         self.admission = admission
+        self._active: dict[Generation, None] = {}
         self._model_limit = model.max_position_embeddings
         self._dispatcher = dispatcher
         self._request_timeout_s = request_timeout_s
@@ -127,9 +128,9 @@ class TextService:
         limits = [self._max_tokens(len(p), options, default_max_tokens) for p in prompts]
         if not self.fleet.is_ready() and not self.admission.is_draining:
             raise NotReady("; ".join(self.fleet.reasons()), retry_after_s=1.0)
-        generation = Generation(
-            self, options, prompts, self.admission.enter(len(prompts) * n), arrived_at
-        )
+        ticket = self.admission.enter(len(prompts) * n)
+        generation = Generation(self, options, prompts, ticket, arrived_at)
+        self._active[generation] = None
         elapsed_s = self.clock.now() - arrived_at
         deadline_s = min(self._request_timeout_s, timeout_s or self._request_timeout_s) - elapsed_s
         try:
@@ -142,6 +143,14 @@ class TextService:
             raise
         self.metrics.prompt_tokens.inc(sum(map(len, prompts)))
         return generation
+
+    def end_all(self, error: TandemError) -> None:
+        """Whatever runs ends with `error`."""
+        for generation in list(self._active):
+            generation.fail(error)
+
+    def forget(self, generation: "Generation") -> None:
+        self._active.pop(generation, None)
 
     def _request(
         self,
@@ -292,6 +301,9 @@ class Generation:
             cached_tokens=sum(journey.num_cached_tokens for journey in self._journeys),
         )
 
+    def fail(self, error: TandemError) -> None:
+        self._inbox.fail(error)
+
     def close(self) -> None:
         """Workers are told if they still work on it. Idempotent."""
         if self._has_closed:
@@ -302,6 +314,7 @@ class Generation:
             journey.stop()
             metrics.retries.inc(journey.num_retries)
         self._ticket.leave()
+        self._service.forget(self)
         if self.is_done:
             metrics.e2e.observe(self._service.clock.now() - self._arrived_at)
             longest = max(output.num_tokens for output in self._outputs)

@@ -24,6 +24,7 @@ from common.errors import (
 )
 from router.fields import Fields
 from router.generation import DEFAULT_COMPLETION_TOKENS, Generation, TextService, Usage
+from router.http_app import listen
 from router.http_generate import chat_prompt, count_request
 from router.options import Options, read_completion_options
 from router.proto import inference_pb2 as pb
@@ -52,6 +53,7 @@ class GrpcFront:
 
 def open_grpc(address: str, service: TextService, max_message_bytes: int) -> GrpcFront:
     """Raises ConfigError when the address cannot be had."""
+    listen(address, "--grpc").close()  # gRPC would tell standard error why, but not us
     server = grpc.aio.server(
         options=[
             ("grpc.max_receive_message_length", max_message_bytes),
@@ -60,7 +62,7 @@ def open_grpc(address: str, service: TextService, max_message_bytes: int) -> Grp
         ]
     )
     generate = grpc.unary_stream_rpc_method_handler(
-        _Generate(service), response_serializer=pb.GenerateResponse.SerializeToString
+        _Generate(service).serve, response_serializer=pb.GenerateResponse.SerializeToString
     )
     handler = grpc.method_handlers_generic_handler(SERVICE, {"Generate": generate})
     server.add_generic_rpc_handlers((handler,))
@@ -96,7 +98,7 @@ class _Generate:
     def __init__(self, service: TextService) -> None:
         self._service = service
 
-    async def __call__(self, data: bytes, context: Any) -> AsyncIterator[pb.GenerateResponse]:
+    async def serve(self, data: bytes, context: Any) -> AsyncIterator[pb.GenerateResponse]:
         error: TandemError | None = Cancelled("the client went away")
         try:
             async for response in self._answers(data, context):

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import anyio
 
-from common.clock import Clock, MonotonicClock
+from common.clock import MonotonicClock
 from common.config import RouterConfig
+from common.errors import Draining
 from common.model_config import ModelConfig
 from common.rpc import Connect, connect
 from common.worker_metrics import MetricsServer, serve_metrics
@@ -26,7 +27,7 @@ from router.grpc_front import GrpcFront, open_grpc
 from router.http_app import HttpServer, listen, make_app, make_server
 from router.metrics import RouterMetrics
 from router.routing import LeastLoaded
-from router.tokenizer import load_tokenizer
+from router.tokenizer import Tokenizer, load_tokenizer
 
 log = logging.getLogger(__name__)
 
@@ -77,17 +78,22 @@ class Router:
             await admission.drained.wait()
         if bound.cancelled_caught:
             log.warning("still busy after %g s: ending what runs", bound_s)
+            self.service.end_all(Draining("the router is shutting down"))
         await self.http_server.drain()
 
 
 async def open_router(
-    config: RouterConfig, *, connect: Connect = connect, clock: Clock | None = None
+    config: RouterConfig, *, connect: Connect = connect, tokenizer: Tokenizer | None = None
 ) -> Router:
-    """Raises ConfigError when the model directory or an address is no good."""
+    """Raises ConfigError when the model directory or an address is no good.
+
+    `tokenizer` is the model's, where it has been loaded already.
+    """
     model = ModelConfig.load(config.model)
     directory = Path(config.model)
     template = None if config.chat_template is None else Path(config.chat_template)
-    tokenizer = load_tokenizer(directory, template)
+    if tokenizer is None:
+        tokenizer = load_tokenizer(directory, template)
     draw_bits = random.SystemRandom().getrandbits
     fleet = Fleet()
     admission = Admission(config.max_waiting)
@@ -101,7 +107,7 @@ async def open_router(
         dispatcher=dispatcher,
         admission=admission,
         metrics=metrics,
-        clock=clock or MonotonicClock(),
+        clock=MonotonicClock(),
         request_timeout_s=config.request_timeout_s,
         wall_time=time.time,
         draw_bits=draw_bits,

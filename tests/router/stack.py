@@ -1,6 +1,7 @@
 """A router over fake workers, all in one thread with an event loop of its own; tests talk to it over loopback."""
 
 import asyncio
+import functools
 import threading
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
@@ -13,11 +14,16 @@ import httpx
 import uvloop
 
 from common.config import RouterConfig
+from router.tokenizer import load_tokenizer
 from router.wiring import Router, open_router
 from tests.router.fake_worker import FakeWorker
 
 T = TypeVar("T")
 DEADLINE_S = 10.0
+
+
+_tokenizer = functools.lru_cache(maxsize=8)(load_tokenizer)
+"""Loading takes most of a start; each directory's files stay as they are while tests run."""
 
 
 class Stack:
@@ -61,7 +67,8 @@ class Stack:
             "decode": tuple(addresses["decode"]) or ("127.0.0.1:1",),
             "drain_s": 5.0,
         }
-        self.router = await open_router(RouterConfig(**{**settings, **self._settings}))
+        config = RouterConfig(**{**settings, **self._settings})
+        self.router = await open_router(config, tokenizer=_tokenizer(self.model))
 
     def _all_known(self) -> bool:
         known = {w.address: w for w in self.router.service.fleet.linked()}

@@ -66,9 +66,12 @@ def test_b43_b44_b78_a_client_that_goes_is_cancelled_in_every_phase(
         if phase == "decode" and stream:
             stack.do(lambda: worker.allow(2))  # only a write can tell
         until_gone(stack)
-        assert stack.metric(
-            "tandem_router_requests_total", endpoint="/v1/completions", outcome="abort"
-        ) == 1
+        assert (
+            stack.metric(
+                "tandem_router_requests_total", endpoint="/v1/completions", outcome="abort"
+            )
+            == 1
+        )
 
 
 def test_b42_all_outputs_of_a_request_stop(model_dir: Path) -> None:

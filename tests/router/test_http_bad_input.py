@@ -50,7 +50,9 @@ def post(stack: Stack, body: bytes, **headers: str) -> httpx.Response:
 # --- token ids ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("ids", [[-1], [VOCABULARY], [2**31], [2**63], [1.5], [True], [None], ["5", 5]])
+@pytest.mark.parametrize(
+    "ids", [[-1], [VOCABULARY], [2**31], [2**63], [1.5], [True], [None], ["5", 5]]
+)
 def test_b23_ids_that_are_no_tokens(stack: Stack, ids: list[Any]) -> None:
     assert refused(stack.complete(ids))["param"] == "prompt"
     assert refused(stack.complete([[5], ids]))["param"] == "prompt"
@@ -60,7 +62,9 @@ def test_b23_the_last_token_is_one(stack: Stack) -> None:
     assert stack.complete([VOCABULARY - 1], max_tokens=1).status_code == 200
 
 
-@pytest.mark.parametrize("key", ["-1", str(VOCABULARY), "149152", "abc", "1.0", "007", "", "9" * 5000])
+@pytest.mark.parametrize(
+    "key", ["-1", str(VOCABULARY), "149152", "abc", "1.0", "007", "", "9" * 5000]
+)
 def test_b24_logit_bias_keys(stack: Stack, key: str) -> None:
     assert refused(stack.complete(logit_bias={key: 1}))["param"] == "logit_bias"
 
@@ -91,7 +95,9 @@ def test_b26_empty_chats(stack: Stack) -> None:
     assert stack.chat("", max_tokens=1).status_code == 200
 
 
-@pytest.mark.parametrize("messages", [None, {}, "hi", [1], [[]], [{}], [{"role": "user", "content": 5}]])
+@pytest.mark.parametrize(
+    "messages", [None, {}, "hi", [1], [[]], [{}], [{"role": "user", "content": 5}]]
+)
 def test_b31_messages_of_the_wrong_type(stack: Stack, messages: Any) -> None:
     refused(stack.http.post("/v1/chat/completions", json={"messages": messages}))
 
@@ -201,11 +207,14 @@ def test_k3_pairs(stack: Stack, fields: tuple[bool, int, int | None, str | None]
 
 @pytest.mark.parametrize("name", ["stream", "ignore_eos", "include_stop_str_in_output"])
 def test_b31_booleans(stack: Stack, name: str) -> None:
-    for value in ("true", 1, 0, [], {}):
+    values: list[Any] = ["true", 1, 0, [], {}]
+    for value in values:
         assert refused(stack.complete(**{name: value}))["param"] == name
 
 
-@pytest.mark.parametrize("stop", ["", [""], ["", "x"], [None], [5], {}, 5, True, "x" * 100_000, ["y"] * 1025])
+@pytest.mark.parametrize(
+    "stop", ["", [""], ["", "x"], [None], [5], {}, 5, True, "x" * 100_000, ["y"] * 1025]
+)
 def test_b36_stops_that_are_refused(stack: Stack, stop: Any) -> None:
     assert refused(stack.complete(stop=stop))["param"] == "stop"
 
@@ -285,7 +294,9 @@ def test_b32_a_byte_order_mark_is_taken(stack: Stack) -> None:
     assert post(stack, b'\xef\xbb\xbf{"prompt": "x", "max_tokens": 1}').status_code == 200
 
 
-@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data"])
+@pytest.mark.parametrize(
+    "kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data"]
+)
 def test_b31_wrong_content_type(stack: Stack, kind: str) -> None:
     refused(post(stack, b'{"prompt": "x"}', **{"content-type": kind}), 415)
 
@@ -295,12 +306,23 @@ def test_b31_content_type_with_a_charset(stack: Stack) -> None:
     assert post(stack, b'{"prompt": "x", "max_tokens": 1}', **kind).status_code == 200
 
 
-TOP_LEVEL = ("model", "prompt", "max_tokens", "temperature", "stop", "stream", "n", "logit_bias", "user")
+TOP_LEVEL = (
+    "model",
+    "prompt",
+    "max_tokens",
+    "temperature",
+    "stop",
+    "stream",
+    "n",
+    "logit_bias",
+    "user",
+)
 
 
 @pytest.mark.parametrize("name", TOP_LEVEL)
 def test_b31_type_confusion(stack: Stack, name: str) -> None:
-    for value in (None, True, 0, 1.5, "x", [], {}, [[[]]], {"a": {"b": 1}}):
+    values: list[Any] = [None, True, 0, 1.5, "x", [], {}, [[[]]], {"a": {"b": 1}}]
+    for value in values:
         response = stack.complete(**{"max_tokens": 1, name: value})
         assert response.status_code < 500
         if response.status_code != 200:
@@ -309,13 +331,19 @@ def test_b31_type_confusion(stack: Stack, name: str) -> None:
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+    ),
     max_leaves=6,
 )
-NAMES = st.sampled_from([*RANGES, *TOP_LEVEL, "messages", "stream_options", "tools", "metadata", "foo"])
+NAMES = st.sampled_from(
+    [*RANGES, *TOP_LEVEL, "messages", "stream_options", "tools", "metadata", "foo"]
+)
 
 
-@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(
+    max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None
+)
 @given(
     fields=st.dictionaries(NAMES, JSON, max_size=3),
     path=st.sampled_from(["completions", "chat/completions"]),
@@ -333,8 +361,13 @@ def test_b31_any_json_is_answered(stack: Stack, fields: dict[str, Any], path: st
         refused(response, 400, 404)
 
 
-@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
-@given(body=st.binary(max_size=60) | st.text(alphabet='{}[]":,\\u019eE-nulltrfas ', max_size=40).map(str.encode))
+@settings(
+    max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None
+)
+@given(
+    body=st.binary(max_size=60)
+    | st.text(alphabet='{}[]":,\\u019eE-nulltrfas ', max_size=40).map(str.encode)
+)
 def test_b31_b32_any_bytes_are_answered(stack: Stack, body: bytes) -> None:
     refused(post(stack, body))
 

@@ -90,9 +90,7 @@ def test_b03_a_stop_that_never_comes_changes_no_chunk(story: Stack) -> None:
 
 
 def test_include_stop_str_in_output(story: Stack) -> None:
-    text, reason, _ = both_ways(
-        story, stop="llama", include_stop_str_in_output=True, max_tokens=60
-    )
+    text, reason, _ = both_ways(story, stop="llama", include_stop_str_in_output=True, max_tokens=60)
     assert (text, reason) == ("Once upon a time there was a llama", "stop")
 
 
@@ -212,7 +210,8 @@ def test_b12_null_means_default(stack: Stack) -> None:
 
 def test_b12_chat_without_max_tokens_may_fill_the_context(model_dir: Path) -> None:
     with Stack(model_dir, FakeWorker(max_model_len=128)) as tiny:
-        for fields in ({}, {"max_tokens": None}):
+        both: list[dict[str, Any]] = [{}, {"max_tokens": None}]
+        for fields in both:
             body = tiny.chat(**fields, ignore_eos=True).json()
             assert body["usage"]["total_tokens"] == 128
             assert body["choices"][0]["finish_reason"] == "length"

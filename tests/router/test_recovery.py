@@ -62,8 +62,10 @@ def test_b118_a_decode_worker_dies_and_another_goes_on(model_dir: Path, after: i
         with ThreadPoolExecutor(1) as pool:
             asked = pool.submit(stack.complete, "x", max_tokens=20, n=n, stream=True)
             stack.until(
-                lambda: first.num_tokens_sent + second.num_tokens_sent - before == n * after
-                and bool(first.submitted or second.submitted)
+                lambda: (
+                    first.num_tokens_sent + second.num_tokens_sent - before == n * after
+                    and bool(first.submitted or second.submitted)
+                )
             )
             used = first if first.submitted else second
             other = second if used is first else first
@@ -175,7 +177,11 @@ def test_b19_the_openai_client_raises(model_dir: Path) -> None:
             for after in (0, 3):
                 worker.fails_after = (after, InternalError("a defect"))
                 with pytest.raises(openai.APIError, match="a defect"):
-                    list(client.completions.create(model=worker_model(stack), prompt="x", stream=True))
+                    list(
+                        client.completions.create(
+                            model=worker_model(stack), prompt="x", stream=True
+                        )
+                    )
                 worker.fails_after = (after, InternalError("a defect"))
                 with pytest.raises(openai.InternalServerError):
                     client.completions.create(model=worker_model(stack), prompt="x")
@@ -231,5 +237,8 @@ def test_the_request_deadline(model_dir: Path) -> None:
         worker = stack.workers[0]
         worker.steps_allowed = 0
         response = stack.complete("x")
-        assert (response.status_code, response.json()["error"]["code"]) == (504, "deadline_exceeded")
+        assert (response.status_code, response.json()["error"]["code"]) == (
+            504,
+            "deadline_exceeded",
+        )
         stack.until(lambda: len(worker.cancelled) == 1 and worker.num_running == 0)

@@ -11,7 +11,9 @@ SMALL = st.text(alphabet="abc", max_size=40)
 STOPS = st.lists(st.text(alphabet="abc", min_size=1, max_size=5), min_size=1, max_size=6)
 
 
-def run(pieces: list[str], stops: list[str], *, include_stop: bool = False) -> tuple[list[str], bool]:
+def run(
+    pieces: list[str], stops: list[str], *, include_stop: bool = False
+) -> tuple[list[str], bool]:
     matcher = StopMatcher(StopSet(stops), include_stop=include_stop)
     out = []
     for piece in pieces:
