@@ -235,7 +235,7 @@ class Launch:
         )
 
     def code_after(self, name: str) -> int | None:
-        """None while what is left can serve. A child that refused its configuration says so by 2."""
+        """None while what is left can serve; 2 when a child refused its configuration."""
         if name != "router" and any(self.plans[other].generates for other in self.alive()):
             return None
         if name != "router" and "router" in self.alive():

@@ -27,11 +27,12 @@ def main() -> int:
         signal.signal(signal.SIGTERM, lambda *_: record(model, f"{role} ignored SIGTERM"))
     else:
         signal.signal(signal.SIGTERM, lambda *_: stopped.set())
-    record(model, f"{role} started pid={os.getpid()} threads={os.environ['OMP_NUM_THREADS']}")
     sys.stdout.write(f"hello from {role}\n")
     sys.stdout.flush()
     if "exit" in own:
+        record(model, f"{role} ended")
         return int(own["exit"])
+    record(model, f"{role} started pid={os.getpid()} threads={os.environ['OMP_NUM_THREADS']}")
     if role == "router":
         start_router(model, behaviour.get("ready", 200))
     stopped.wait()
@@ -45,8 +46,9 @@ def start_router(model: Path, status: int) -> None:
     num_processes = 1 + len((argument("--prefill") + "," + argument("--decode")).split(","))
 
     def answer() -> int:
-        started = (model / "events").read_text().count("started")
-        return status if started >= num_processes else 503
+        events = (model / "events").read_text()
+        told = events.count("started") + events.count("ended")
+        return status if told >= num_processes and "decode started" in events else 503
 
     class Answer(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
