@@ -5,14 +5,14 @@ the router's.
 """
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from wsgiref.simple_server import WSGIServer
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
 
 from common.addresses import split_address
 from common.errors import ConfigError
-from common.messages import PoolLoad
+from common.worker import Load
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 
@@ -66,11 +66,13 @@ class WorkerMetrics:
         self.finished = counter("requests_finished", "Requests by how they ended", ("reason",))
         self.errors = counter("errors", "Errors by type", ("code",))
 
-    def set_load(self, load: PoolLoad, running: int, waiting: int) -> None:
-        self.running.set(running)
-        self.waiting.set(waiting)
-        for state in ("free", "cached", "held"):
-            self.blocks.labels(state).set(getattr(load, state))
+    def watch_load(self, load: Callable[[], Load]) -> None:
+        """Gauges of the load are read when they are scraped, so they are never behind."""
+        self.running.set_function(lambda: load().running)
+        self.waiting.set_function(lambda: load().waiting)
+        self.blocks.labels("free").set_function(lambda: load().blocks.free)
+        self.blocks.labels("cached").set_function(lambda: load().blocks.cached)
+        self.blocks.labels("held").set_function(lambda: load().blocks.held)
 
 
 class MetricsServer:

@@ -110,6 +110,7 @@ class DecodeService:
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
         self.watch = WatchService(identity, self._load)
+        metrics.watch_load(self._load)
 
     def use(self, puller: Puller) -> None:
         """Without one every prompt is computed here."""
@@ -143,24 +144,18 @@ class DecodeService:
             plan, facts = self._scheduler.plan(self._clock.now())
             self._tell(facts)
             if plan is None:
-                self._changed()
+                self.watch.changed()
                 self._wake.clear()
                 await self._wake.wait()
                 continue
             result = await self._device.execute(plan)
             self._metrics.step.observe(result.duration_s)
             self._tell(self._scheduler.apply(plan, result, self._clock.now()))
-            self._changed()
+            self.watch.changed()
 
     def wake(self) -> None:
         """Something changed that the step loop should look at."""
         self._wake.set()
-
-    def _changed(self) -> None:
-        self._metrics.set_load(
-            self._cache.load, self._scheduler.num_running, self._scheduler.num_waiting
-        )
-        self.watch.changed()
 
     def _admit(self) -> None:
         now = self._clock.now()

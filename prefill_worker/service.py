@@ -107,6 +107,7 @@ class PrefillService:
         self._idle = asyncio.Event()
         self._num_handoffs = 0
         self.watch = WatchService(identity, self._load)
+        metrics.watch_load(self._load)
 
     def handlers(self) -> dict[str, Handler]:
         return {"Watch": self.watch.serve, "Handoff": self._serve_handoff, "Link": self._serve_link}
@@ -149,9 +150,6 @@ class PrefillService:
             self._changed()
 
     def _changed(self) -> None:
-        self._metrics.set_load(
-            self._cache.load, self._scheduler.num_running, self._scheduler.num_waiting
-        )
         self._metrics.handoffs.set(len(self._handoffs))
         self.watch.changed()
 

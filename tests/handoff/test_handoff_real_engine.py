@@ -1,0 +1,110 @@
+"""Criterion: with fp8 pages, one prefill and one decode worker give, to the bit, the token ids of one process that does
+both, for every chunk size and every edge, alone and among others.
+
+The real engine with the demo model, twice in this process, on the in-process transport.
+"""
+
+import asyncio
+import random
+from typing import Any
+
+import pytest
+
+from common.config import home
+from common.demo_model import prepare
+from common.engine.runner import ModelRunner, load_runner
+from common.types import Role, SamplingParams
+from simulator.virtual_time import VirtualTimeLoop
+from tests.fakes.fleet import Fleet, Outputs, fleet
+
+BLOCK = 16
+OUTPUT_TOKENS = 6
+
+
+def real_runner(
+    *, num_packed: int, num_exact: int, num_landing: int, block_size: int, incarnation: int
+) -> ModelRunner:
+    return load_runner(
+        prepare(home(), lambda text: None),
+        codec="fp8_e4m3",
+        block_size=block_size,
+        num_blocks=num_packed,
+        num_exact=num_exact,
+        num_landing_packed=num_landing,
+        num_landing_exact=num_landing,
+        num_threads=2,
+        incarnation=incarnation,
+        max_num_tokens=600,
+    )
+
+
+@pytest.fixture(scope="module")
+def runners() -> dict[int, ModelRunner]:
+    """One for each incarnation number: loaded once for all tests here."""
+    return {}
+
+
+def edges(chunk: int) -> list[int]:
+    found = {1, BLOCK - 1, BLOCK, BLOCK + 1, chunk - 1, chunk, chunk + 1, 2 * BLOCK, 2 * chunk}
+    return sorted(found)
+
+
+def prompt_of(num_tokens: int, seed: int) -> list[int]:
+    rng = random.Random(f"{num_tokens}/{seed}")
+    return [rng.randrange(3, 49152) for _ in range(num_tokens)]
+
+
+def sampling(seed: int) -> SamplingParams:
+    """Greedy and seeded sampling in turn."""
+    return SamplingParams(
+        max_tokens=OUTPUT_TOKENS, temperature=0.0 if seed % 2 else 0.9, top_p=0.95, seed=seed
+    )
+
+
+async def run_all(
+    f: Fleet, decode: str, prefill: str | None, prompts: list[list[int]], *, together: bool
+) -> list[dict[int, list[int]]]:
+    client = f.client(decode, prefill)
+
+    async def one(number: int, prompt: list[int]) -> Outputs:
+        return await client.generate(prompt, sampling(number), cache_salt=f"{decode}/{number}")
+
+    if not together:
+        return [(await one(number, prompt)).tokens for number, prompt in enumerate(prompts)]
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(one(n, prompt)) for n, prompt in enumerate(prompts)]
+    return [task.result().tokens for task in tasks]
+
+
+@pytest.mark.parametrize("chunk", [16, 64, 512])
+def test_a_handoff_gives_the_ids_of_one_process_that_does_both(
+    chunk: int, runners: dict[int, ModelRunner]
+) -> None:
+    def make(**sizes: Any) -> ModelRunner:
+        number = sizes["incarnation"]
+        if number not in runners:
+            runners[number] = real_runner(**sizes)
+        return runners[number]
+
+    async def main() -> None:
+        prompts = [prompt_of(num_tokens, seed) for seed, num_tokens in enumerate(edges(chunk))]
+        async with fleet(
+            num_prefill=0, num_decode=0, num_packed=400, num_exact=64, runner=make, chunk_tokens=chunk
+        ) as f:
+            p = f.add(Role.PREFILL, "p0")
+            d = f.add(Role.DECODE, "d0")
+            f.add(Role.COLOCATED, "c0", chunk_tokens=512)
+            alone = await run_all(f, "c0", None, prompts, together=False)
+            num_tokens = sum(len(prompt) for prompt in prompts)
+            split = await run_all(f, "d0", "p0", prompts, together=True)
+            assert split == alone
+            assert all(len(tokens[0]) == OUTPUT_TOKENS for tokens in alone)
+            assert p.device.num_tokens_computed == num_tokens
+            assert p.metric("prompt_tokens_computed_total") == num_tokens
+            assert d.device.num_tokens_computed == 0
+            assert d.metric("prompt_tokens_computed_total") == 0
+            await asyncio.sleep(2)
+            f.check_at_rest()
+
+    with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
+        runner.run(main())

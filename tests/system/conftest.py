@@ -1,0 +1,12 @@
+from collections.abc import Iterator
+
+import pytest
+
+from tests.system.serving import Serving, serving
+
+
+@pytest.fixture(scope="session")
+def served() -> Iterator[Serving]:
+    """One prefill and one decode worker, shared by the tests that leave it as they found it."""
+    with serving("--kv-blocks", "640") as running:
+        yield running

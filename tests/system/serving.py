@@ -1,0 +1,156 @@
+"""`tandem serve` as a user starts it: real processes, the demo model, NIXL. For tests and benches."""
+
+import contextlib
+import json
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+
+START_TIMEOUT_S = 120.0
+
+
+@dataclass(slots=True, eq=False)
+class Serving:
+    process: subprocess.Popen[str]
+    url: str
+    log: list[str]
+    event_log: Path
+    http: httpx.Client
+
+    @property
+    def model(self) -> str:
+        name: str = self.http.get("/v1/models").json()["data"][0]["id"]
+        return name
+
+    def fleet(self) -> list[dict[str, Any]]:
+        workers: list[dict[str, Any]] = self.http.get("/v1/fleet").json()["workers"]
+        return workers
+
+    def worker(self, role: str) -> dict[str, Any]:
+        return next(worker for worker in self.fleet() if worker["role"] == role)
+
+    def metric(self, role: str, name: str, **labels: str) -> float:
+        """The sum over all workers of the role."""
+        total = 0.0
+        for worker in self.fleet():
+            if worker["role"] == role:
+                total += _sample(httpx.get(worker["metrics"]).text, name, labels)
+        return total
+
+    def wait_until_at_rest(self, within_s: float = 5.0) -> None:
+        """Nothing runs, nothing waits, every page is free or cached; by the fleet view and by the gauges."""
+
+        def is_at_rest() -> bool:
+            return all(
+                worker["running"] == worker["waiting"] == worker["blocks"]["held"] == 0
+                and worker["blocks"]["free"] + worker["blocks"]["cached"] == worker["blocks"]["total"]
+                for worker in self.fleet()
+            )
+
+        assert wait_for(is_at_rest, within_s), self.fleet()
+        for role in {worker["role"] for worker in self.fleet()}:
+            assert self.metric(role, "tandem_requests_running") == 0
+            assert self.metric(role, "tandem_requests_waiting") == 0
+            assert self.metric(role, "tandem_kv_blocks", state="held") == 0
+            assert self.metric(role, "tandem_handoffs_active") == 0
+            assert self.metric(role, "tandem_landing_slots", state="in_use") == 0
+            assert self.metric(role, "tandem_landing_slots", state="quarantined") == 0
+
+    def events(self) -> list[dict[str, Any]]:
+        lines = self.event_log.read_text().splitlines()
+        return sorted((json.loads(line) for line in lines), key=lambda event: event["time"])
+
+
+def _sample(text: str, name: str, labels: dict[str, str]) -> float:
+    return sum(
+        sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if sample.name == name and labels.items() <= sample.labels.items()
+    )
+
+
+def wait_for(condition: Callable[[], bool], within_s: float) -> bool:
+    """Asks again every 20 ms: other processes cannot wake us."""
+    deadline = time.monotonic() + within_s
+    pause = threading.Event()
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        pause.wait(0.02)
+    return True
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+@contextlib.contextmanager
+def serving(*arguments: str, environment: dict[str, str] | None = None) -> Iterator[Serving]:
+    """Runs until the block ends, then stops it as Ctrl-C does."""
+    with tempfile.TemporaryDirectory() as directory:
+        events = Path(directory, "events.jsonl")
+        config = Path(directory, "tandem.toml")
+        tables = [f'[{name}]\nevent-log = "{events}"\n' for name in ("prefill", "decode")]
+        config.write_text("".join(tables))
+        port = free_port()
+        process = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "tandem", "serve", "--config", str(config)),
+                *("--http", f"127.0.0.1:{port}"),
+                *("--grpc", f"127.0.0.1:{free_port()}"),
+                *("--metrics", f"127.0.0.1:{free_port()}"),
+                *arguments,
+            ],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=environment,
+        )
+        try:
+            log = _read_until_ready(process)
+            url = f"http://127.0.0.1:{port}"
+            with httpx.Client(base_url=url, timeout=60) as http:
+                yield Serving(process=process, url=url, log=log, event_log=events, http=http)
+        finally:
+            process.terminate()
+            try:
+                process.wait(timeout=40)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+            assert process.stdout is not None
+            process.stdout.close()
+
+
+def _read_until_ready(process: subprocess.Popen[str]) -> list[str]:
+    """Keeps reading afterwards, so that the child never blocks on a full pipe."""
+    log: list[str] = []
+    is_ready = threading.Event()
+
+    def read() -> None:
+        assert process.stdout is not None
+        with contextlib.suppress(ValueError):
+            for line in process.stdout:
+                log.append(line.rstrip("\n"))
+                if line.startswith("ready "):
+                    is_ready.set()
+        is_ready.set()
+
+    threading.Thread(target=read, daemon=True).start()
+    assert is_ready.wait(START_TIMEOUT_S), "\n".join(log)
+    assert any(line.startswith("ready ") for line in log), "\n".join(log)
+    return log
