@@ -67,6 +67,12 @@ class _Session:
     running: dict[str, _Running] = field(default_factory=dict)
     is_dropped: bool = False
     scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
+    lock: anyio.Lock = field(default_factory=anyio.Lock)
+
+    async def send(self, message: object) -> None:
+        """gRPC takes one write at a time."""
+        async with self.lock:
+            await self.stream.send(message)
 
 
 class FakeWorker:
@@ -78,7 +84,7 @@ class FakeWorker:
         incarnation: str = "",
         **state: object,
     ) -> None:
-        self.script = script
+        self._script = script
         self.state = WorkerState(
             role=role,
             incarnation=incarnation or f"{role.value}-{id(self):x}",
@@ -96,6 +102,16 @@ class FakeWorker:
             num_queued_tokens=0,
         )
         self.state = dataclasses.replace(self.state, **state)  # type: ignore[arg-type]
+        self._sessions: list[_Session] = []
+        self._wake = asyncio.Event()
+        self._watches: set[asyncio.Event] = set()
+        self._server: RpcServer | None = None
+        self.address = ""
+        self.reset()
+
+    def reset(self) -> None:
+        """As new, except for what is connected; nothing may be running."""
+        self.script = self._script
         self.submitted: list[GenerateRequest] = []
         self.cancelled: list[str] = []
         self.routes: list[Route] = []
@@ -107,11 +123,6 @@ class FakeWorker:
         """Once a request has so many tokens of output 0, it fails; then this is over."""
         self.num_cached_tokens = 0
         self.has_prefill_pause = False
-        self._sessions: list[_Session] = []
-        self._wake = asyncio.Event()
-        self._watches: set[asyncio.Event] = set()
-        self._server: RpcServer | None = None
-        self.address = ""
 
     # --- life --------------------------------------------------------------------------------------------------
 
@@ -187,7 +198,7 @@ class FakeWorker:
                 self.submitted.append(request)
                 error = self.refuses(request)
                 if error is not None:
-                    await session.stream.send(Failed.of(request.request_id, error))
+                    await session.send(Failed.of(request.request_id, error))
                 elif self.admits:
                     await self._admit(session, request)
             case Route():
@@ -200,7 +211,7 @@ class FakeWorker:
 
     async def _admit(self, session: _Session, request: GenerateRequest) -> None:
         needs_route = self.state.role is Role.DECODE
-        await session.stream.send(
+        await session.send(
             Admitted(request_id=request.request_id, num_cached_tokens=0, needs_route=needs_route)
         )
         if not needs_route:
@@ -237,7 +248,7 @@ class FakeWorker:
         for request_id, running in list(session.running.items()):
             if not running.has_prefilled:
                 running.has_prefilled = True
-                await session.stream.send(
+                await session.send(
                     PrefillDone(request_id=request_id, num_cached_tokens=self.num_cached_tokens)
                 )
             if await self._has_failed(session, running):
@@ -251,7 +262,7 @@ class FakeWorker:
             columns = list(zip(*rows, strict=True))
             self.num_tokens_sent += len(rows)
             has_logprobs = any(entry is not None for entry in columns[4])
-            await session.stream.send(
+            await session.send(
                 TokenBatch(
                     request_ids=columns[0],
                     output_indices=columns[1],
@@ -266,7 +277,7 @@ class FakeWorker:
             return False
         error, self.fails_after = self.fails_after[1], None
         session.running.pop(running.request.request_id, None)
-        await session.stream.send(Failed.of(running.request.request_id, error))
+        await session.send(Failed.of(running.request.request_id, error))
         return True
 
     def _next(

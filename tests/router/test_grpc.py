@@ -46,17 +46,30 @@ class Client:
         return call.code().name, str(trailing.get("tandem-code"))
 
 
-@pytest.fixture
-def stack(model_dir: Path) -> Iterator[Stack]:
-    with Stack(model_dir, FakeWorker(), grpc="127.0.0.1:0") as running:
-        yield running
+@pytest.fixture(scope="module")
+def shared(model_dir: Path) -> Iterator[tuple[Stack, Client]]:
+    with Stack(model_dir, FakeWorker(), grpc="127.0.0.1:0") as stack:
+        client = Client(stack)
+        yield stack, client
+        client.channel.close()
 
 
 @pytest.fixture
-def client(stack: Stack) -> Iterator[Client]:
-    found = Client(stack)
-    yield found
-    found.channel.close()
+def stack(shared: tuple[Stack, Client]) -> Iterator[Stack]:
+    """One for all tests; a worker that a test stopped is started again."""
+    stack = shared[0]
+    worker = stack.workers[0]
+    yield stack
+    stack.until(lambda: worker.num_running == 0)
+    stack.do(worker.reset)
+    if not stack.router.service.fleet.is_ready():
+        stack.call(worker.start, worker.address)
+        stack.until(lambda: stack.router.service.fleet.is_ready())
+
+
+@pytest.fixture
+def client(stack: Stack, shared: tuple[Stack, Client]) -> Client:
+    return shared[1]
 
 
 def text_of(responses: list[pb.GenerateResponse], index: int = 0) -> str:
@@ -167,9 +180,12 @@ def test_b43_cancelling_reaches_the_worker(stack: Stack, client: Client) -> None
     next(call)
     call.cancel()
     stack.until(lambda: len(worker.cancelled) == 1 and worker.num_running == 0)
-    assert stack.metric(
-        "tandem_router_requests_total", endpoint="tandem.v1.Inference/Generate", outcome="abort"
-    ) == 1
+    assert (
+        stack.metric(
+            "tandem_router_requests_total", endpoint="tandem.v1.Inference/Generate", outcome="abort"
+        )
+        == 1
+    )
 
 
 def test_health_follows_readiness(stack: Stack, client: Client) -> None:
