@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from functools import partial
 from typing import Any, Protocol
 
 import grpc
@@ -56,7 +57,9 @@ OPTIONS: list[tuple[str, Any]] = [
 
 
 class Stream(Protocol):
-    """One end of a two-way stream of messages."""
+    """One end of a two-way stream of messages. `num_bytes` counts both directions, encoded."""
+
+    num_bytes: int
 
     async def send(self, message: object) -> None:
         """Raises WorkerLost when the other side is gone, or the error it ended with."""
@@ -92,9 +95,23 @@ Connect = Callable[[str], Peer]
 class GrpcStream:
     """Client end."""
 
-    def __init__(self, call: Any, address: str) -> None:
-        self._call = call
+    def __init__(self, address: str) -> None:
+        self._call: Any
         self._address = address
+        self.num_bytes = 0
+
+    def begin(self, method: Any) -> None:
+        """`method` makes a call of the serializers it is given."""
+        self._call = method(request_serializer=self._encode, response_deserializer=self._decode)()
+
+    def _encode(self, message: object) -> bytes:
+        data = encode(message)
+        self.num_bytes += len(data)
+        return data
+
+    def _decode(self, data: bytes) -> object:
+        self.num_bytes += len(data)
+        return _decode_or_error(data)
 
     async def send(self, message: object) -> None:
         try:
@@ -120,6 +137,8 @@ class GrpcStream:
                     self._address,
                 )
             return None
+        if isinstance(message, MalformedMessage):
+            raise message
         return message  # type: ignore[no-any-return]
 
     async def finish(self) -> None:
@@ -142,12 +161,9 @@ class GrpcPeer:
         )
 
     def open(self, method: str) -> GrpcStream:
-        call = self._channel.stream_stream(
-            f"/{SERVICE}/{method}",
-            request_serializer=encode,
-            response_deserializer=_decode_or_error,
-        )
-        return GrpcStream(call(wait_for_ready=False), self._address)
+        stream = GrpcStream(self._address)
+        stream.begin(partial(self._channel.stream_stream, f"/{SERVICE}/{method}"))
+        return stream
 
     async def close(self) -> None:
         await self._channel.close(grace=None)
@@ -163,6 +179,7 @@ class _ServerStream:
     def __init__(self, requests: AsyncIterator[object], context: Any) -> None:
         self._requests = requests
         self._context = context
+        self.num_bytes = 0
 
     async def send(self, message: object) -> None:
         try:
@@ -285,13 +302,17 @@ class MemoryStream:
         self._other: MemoryStream
         self._error: TandemError | None = None
         self._has_finished = False
+        self.num_bytes = 0
 
     async def send(self, message: object) -> None:
         if self._error is not None:
             raise self._error
         if self._has_finished:
             raise WorkerLost("the stream has ended")
-        self._other._inbox.put_nowait(encode(message))
+        data = encode(message)
+        self.num_bytes += len(data)
+        self._other.num_bytes += len(data)
+        self._other._inbox.put_nowait(data)
 
     async def receive(self) -> object | None:
         if self._error is not None:

@@ -57,6 +57,9 @@ class WorkerMetrics:
             "From the first token's arrival until the last page is usable",
         )
         self.handoffs = gauge("handoffs_active", "Hand-offs in progress")
+        self.handoff_stream_bytes = counter(
+            "handoff_stream_bytes", "Bytes of messages in hand-off streams, both directions"
+        )
         self.landing = gauge("landing_slots", "Slots of the landing zone by state", ("state",))
         self.refused = counter("pages_refused", "Pages that were not what they had to be")
         self.link_bandwidth = gauge(

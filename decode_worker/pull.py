@@ -123,6 +123,7 @@ class Puller:
             pull.destination.close()
             self._pulls.remove(pull)
             stream.cancel()
+            self._metrics.handoff_stream_bytes.inc(stream.num_bytes)
             self._measure_zone()
             self._metrics.handoffs.set(len(self._pulls))
         if pull.error is not None:

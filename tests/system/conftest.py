@@ -2,7 +2,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.system.serving import Serving, serving
+from bench.serving import Serving, serving
 
 
 @pytest.fixture(scope="session")

@@ -3,7 +3,7 @@
 import os
 import signal
 
-from tests.system.serving import serving, wait_for
+from bench.serving import serving, wait_for
 from tests.system.test_serve import PARIS, client
 
 

@@ -9,7 +9,7 @@ import httpx
 import openai
 import pytest
 
-from tests.system.serving import Serving, wait_for
+from bench.serving import Serving, wait_for
 
 PARIS = [{"role": "user", "content": "What is the capital of France?"}]
 

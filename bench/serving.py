@@ -1,4 +1,4 @@
-"""`tandem serve` as a user starts it: real processes, the demo model, NIXL. For tests and benches."""
+"""`tandem serve` as a user starts it: real processes, the demo model, NIXL. Used by benches and by tests/system."""
 
 import contextlib
 import json
