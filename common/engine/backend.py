@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from common.engine.batch import StepBatch
@@ -45,4 +46,19 @@ def load_backend(
         return CpuModel(
             config, weights, pool, max_num_tokens=max_num_tokens, num_threads=num_threads
         )
-    raise ConfigError(f"device {device!r} is not supported yet", param="device")
+    if device == "cuda":
+        from common.engine.triton_model import TritonModel
+
+        return TritonModel(config, checkpoint, pool, _compute_dtype(dtype, config))
+    raise ConfigError(f"device {device!r} is neither cpu nor cuda", param="device")
+
+
+def _compute_dtype(dtype: str, config: ModelConfig) -> torch.dtype:
+    """What a GPU computes in: as asked, else the checkpoint's own; fp32 checkpoints run in bf16."""
+    name = dtype if dtype != "auto" else config.dtype
+    dtypes = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.bfloat16}
+    if dtype == "float32":
+        return torch.float32
+    if name not in dtypes:
+        raise ConfigError(f"dtype {name!r} is not supported on a GPU", param="dtype")
+    return dtypes[name]

@@ -13,19 +13,18 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from common.engine.batch import StepBatch
+from common.engine.batch import MAX_RUN_TOKENS, StepBatch
 from common.engine.pools import PageArena
 from common.engine.rope import rope_tables
 from common.engine.weights import Checkpoint
 from common.errors import UnsupportedModel
 from common.kernels.cpu import forward as k
 from common.kernels.cpu.attention import scratch_floats
-from common.kernels.cpu.pages import BF16, FP32, Pages, checksum_of
+from common.kernels.cpu.pages import checksum_of, pages_of
 from common.kernels.cpu.sync import FIRST_COUNTER
 from common.model_config import ModelConfig
 
 KINDS: Final = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-PAGE_KINDS: Final = {"fp32": 0, "bf16": 1, "fp8_e4m3": 2}
 PANEL: Final = 16
 
 
@@ -51,7 +50,7 @@ class CpuModel:
         self._scale = np.float32(config.head_dim**-0.5)
         self._cos, self._sin = rope_tables(config)
         self._sync = np.zeros(FIRST_COUNTER + 2 + config.num_layers * k.PHASES, dtype=np.int64)
-        self._pages = np.array(_pages(pool), dtype=np.int64)
+        self._pages = np.array(pages_of(pool.packed, pool.exact, pool.layout))
         self._workspaces: list[NDArray[np.float32]] = []
         self._helpers = ThreadPoolExecutor(num_threads - 1, "compute") if num_threads > 1 else None
         self._reserve(max_num_tokens, 1)
@@ -120,28 +119,13 @@ class CpuModel:
     def _scratch_floats(self) -> int:
         """Per thread: for an attention run, or for the pairs of one gate and up task."""
         group = self._config.num_heads // self._config.num_kv_heads
-        attention = scratch_floats(group, self._config.head_dim, self._pool.layout.block_size)
+        layout = self._pool.layout
+        attention = scratch_floats(MAX_RUN_TOKENS, group, layout.head_dim, layout.block_size)
         return max(attention, k.ROW_BLOCK * k.PANEL_GROUP * PANEL)
 
     def _workspace(self, rows: int, columns: int) -> int:
         self._workspaces.append(np.zeros((rows, columns), dtype=np.float32))
         return self._workspaces[-1].ctypes.data
-
-
-def _pages(pool: PageArena) -> Pages:
-    layout = pool.layout
-    return Pages(
-        packed=pool.packed.data_ptr(),
-        packed_bytes=layout.packed_page_bytes,
-        packed_kind=PAGE_KINDS[layout.codec.name],
-        scales_offset=layout.scales_offset,
-        exact=pool.exact.data_ptr(),
-        exact_bytes=layout.exact_page_bytes,
-        exact_kind=FP32 if layout.codec.exact_element_bytes == 4 else BF16,
-        num_heads=layout.num_kv_heads,
-        block_size=layout.block_size,
-        head_dim=layout.head_dim,
-    )
 
 
 class CpuWeights:

@@ -122,6 +122,6 @@ def _compare(found: NDArray[np.float32], wanted: NDArray[np.float32], what: str)
     if not np.array_equal(found.view(np.int32), wanted.view(np.int32)):
         apart = float(np.abs(found - wanted).max())
         raise InternalError(
-            f"self-test: a {what} gives other bits than a long chunk (logits up to {apart:.2e} apart); "
+            f"self-test: a {what} gives other bits than a long chunk (up to {apart:.2e} apart); "
             "this machine's kernels are not independent of the batch"
         )

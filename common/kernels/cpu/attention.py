@@ -11,12 +11,14 @@ from typing import NamedTuple
 
 import numpy as np
 from numba import njit
+from torch import Tensor
 
 from common.kernels.cpu.matmul import F32_WEIGHTS, tile
 from common.kernels.cpu.pages import (
     E4M3,
     element_bytes,
     load_rows,
+    pages_of,
     read_scale,
     transpose_rows,
 )
@@ -37,19 +39,19 @@ from common.kernels.cpu.simd import (
     sub,
     total,
 )
+from common.pages import PageLayout
 
 GRANULE = 16
-MAX_RUN_TOKENS = 64
-"""Longest run of query tokens in one call; chunks are cut into such runs."""
 
 
 class Run(NamedTuple):
-    """Query tokens of one call, and where their rows stand. `k_rows` and `v_rows` are rounded."""
+    """Query tokens of one call, and where their rows stand: addresses, bytes from row to row."""
 
     q_rows: int  # first token's q, of the first head of the group
-    k_rows: int  # first token's K
+    k_rows: int  # first token's K, rounded to the exact form
     v_rows: int
-    row_stride: int  # bytes between tokens in all three
+    q_stride: int
+    kv_stride: int
     out_rows: int
     out_stride: int
     num_tokens: int
@@ -72,9 +74,9 @@ class State(NamedTuple):
     values: int  # [block_size, head_dim]
 
 
-def scratch_floats(group: int, head_dim: int, block_size: int) -> int:
-    """Floats of scratch that one thread needs."""
-    rows = MAX_RUN_TOKENS * group
+def scratch_floats(num_tokens: int, group: int, head_dim: int, block_size: int) -> int:
+    """Floats of scratch that one thread needs for runs of up to `num_tokens`."""
+    rows = num_tokens * group
     return rows * (2 * head_dim + GRANULE + 3) + 3 * block_size * head_dim
 
 
@@ -193,7 +195,7 @@ def _load_own_rows(run, first, pages, state):
     count = min(pages.block_size, run.num_tokens + run.num_after - first)
     zero = splat(np.float32(0.0))
     for t in range(pages.block_size):
-        row, at = (first + t) * run.row_stride, t * row_bytes
+        row, at = (first + t) * run.kv_stride, t * row_bytes
         for i in range(0, row_bytes, 32):
             store(state.plain + at + i, load(run.k_rows + row + i) if t < count else zero)
             store(state.values + at + i, load(run.v_rows + row + i) if t < count else zero)
@@ -217,7 +219,7 @@ def _begin(run, state, row_bytes):
     zero = splat(np.float32(0.0))
     for t in range(run.num_tokens):
         for i in range(0, row_bytes, 32):
-            store(state.q + t * row_bytes + i, load(run.q_rows + t * run.row_stride + i))
+            store(state.q + t * row_bytes + i, load(run.q_rows + t * run.q_stride + i))
             store(state.out + t * row_bytes + i, zero)
 
 
@@ -273,3 +275,44 @@ def attend(run, table, pages, slice_index, group, scratch):
                 _load_own_rows(run, start - position, pages, state)
             _visit(state, first, last, group, head_dim, position, start, block_size)
     _finish(run, state, group, head_dim)
+
+
+@njit(nogil=True, cache=True)
+def _attend_all(q, k, v, runs, tables, layer, pages, group, scratch, out):
+    head_bytes = pages.head_dim * 4
+    q_bytes, kv_bytes = pages.num_heads * group * head_bytes, pages.num_heads * head_bytes
+    for index in range(len(runs)):
+        row, count, position, table, own_page, num_after = runs[index]
+        for head in range(pages.num_heads):
+            q_at = row * q_bytes + head * group * head_bytes
+            kv_at = row * kv_bytes + head * head_bytes
+            run = Run(
+                q + q_at, k + kv_at, v + kv_at, q_bytes, kv_bytes, out + q_at, q_bytes,
+                count, num_after, position, own_page,
+            )  # fmt: skip
+            slice_index = layer * 2 * pages.num_heads + head
+            attend(run, tables[table], pages, slice_index, group, scratch)
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    runs: Tensor,
+    tables: Tensor,
+    packed: Tensor,
+    exact: Tensor,
+    layout: PageLayout,
+    layer: int,
+    max_run_tokens: int,
+    out: Tensor,
+) -> None:
+    """As `common.kernels.gpu.attention.attention`, on contiguous fp32 tensors."""
+    assert all(tensor.is_contiguous() for tensor in (q, k, v, runs, tables, out))
+    group = q.shape[1] // layout.num_kv_heads
+    size = scratch_floats(max_run_tokens, group, layout.head_dim, layout.block_size)
+    scratch = np.empty(size, dtype=np.float32)
+    _attend_all(
+        q.data_ptr(), k.data_ptr(), v.data_ptr(), runs.numpy(), tables.numpy(), layer,
+        pages_of(packed, exact, layout), group, scratch.ctypes.data, out.data_ptr(),
+    )  # fmt: skip

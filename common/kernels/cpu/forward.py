@@ -17,16 +17,9 @@ from numba import njit, types
 
 from common.kernels.cpu.attention import Run, attend
 from common.kernels.cpu.matmul import element_size, multiply, widen
-from common.kernels.cpu.pages import (
-    FP32,
-    Pages,
-    element_bytes,
-    load_rows,
-    seal,
-    store_exact,
-    zero_bytes,
-)
+from common.kernels.cpu.pages import FP32, Pages
 from common.kernels.cpu.rows import add_bias, add_row, rms_norm, rotate_head, round_row, silu_mul
+from common.kernels.cpu.store import item_at, store_item
 from common.kernels.cpu.sync import barrier, take
 
 ROW_BLOCK = 48  # rows that stay in cache while panels pass by
@@ -77,17 +70,6 @@ class Layer(NamedTuple):
     norm_2: int
     gate_up: int  # gate and up panels alternate
     down: int
-
-
-class Item(NamedTuple):
-    """Tokens of one request that fall into one block; as `common.engine.batch.ITEM_FIELDS`."""
-
-    row: int
-    num_tokens: int
-    position: int
-    exact_page: int
-    packed_page: int
-    from_page: int
 
 
 @njit(nogil=True)
@@ -176,56 +158,15 @@ def _rotate_rows(model, layer, item, head, eps, scale, exact_kind):
 
 
 @njit(nogil=True)
-def _store_slice(rows, row_bytes, item, slice_at, pages):
-    """An item's K or V rows of one head into an exact page's slice; a fresh slice is zeroed behind."""
-    slot_bytes = pages.head_dim * element_bytes(pages.exact_kind)
-    offset = item.position % pages.block_size
-    for t in range(item.num_tokens):
-        at = slice_at + (offset + t) * slot_bytes
-        store_exact(rows + t * row_bytes, pages.head_dim, at, pages.exact_kind)
-    if offset == 0:
-        behind = slice_at + item.num_tokens * slot_bytes
-        zero_bytes(behind, (pages.block_size - item.num_tokens) * slot_bytes)
-
-
-@njit(nogil=True)
-def _store_item(model, layer, index, item, head, eps, scale, pages, scratch):
-    """Rotary, store and seal for one item and one KV head of layer `index`."""
-    k_rows, v_rows, row_bytes = _rotate_rows(model, layer, item, head, eps, scale, pages.exact_kind)
-    size, head_bytes = pages.block_size * pages.head_dim, pages.head_dim * 4
-    slice_index = index * 2 * pages.num_heads + head
-    exact_size = size * element_bytes(pages.exact_kind)
-    k_exact = pages.exact + item.exact_page * pages.exact_bytes + slice_index * exact_size
-    v_exact = k_exact + pages.num_heads * exact_size
-    if item.exact_page >= 0:
-        _store_slice(k_rows, row_bytes, item, k_exact, pages)
-        _store_slice(v_rows, row_bytes, item, v_exact, pages)
-    if item.packed_page < 0:
-        return
-    page = pages.packed + item.packed_page * pages.packed_bytes
-    packed_size = size * element_bytes(pages.packed_kind)
-    k_packed = page + slice_index * packed_size
-    v_packed = k_packed + pages.num_heads * packed_size
-    k_scale = page + pages.scales_offset + slice_index
-    if item.from_page:
-        load_rows(k_exact, size, pages.exact_kind, np.float32(1.0), scratch)
-        seal(scratch, head_bytes, pages, k_packed, k_scale)
-        load_rows(v_exact, size, pages.exact_kind, np.float32(1.0), scratch)
-        seal(scratch, head_bytes, pages, v_packed, k_scale + pages.num_heads)
-    else:
-        seal(k_rows, row_bytes, pages, k_packed, k_scale)
-        seal(v_rows, row_bytes, pages, v_packed, k_scale + pages.num_heads)
-
-
-@njit(nogil=True)
 def _store_items(model, layer, index, items, eps, scale, pages, scratch, sync, counter):
     """Tasks: (item, KV head)."""
     task = take(sync, counter)
     while task < len(items) * model.kv_heads:
-        i = items[task // model.kv_heads]
-        item = Item(i[0], i[1], i[2], i[3], i[4], i[5])
-        head = task % model.kv_heads
-        _store_item(model, layer, index, item, head, eps, scale, pages, scratch)
+        item, head = item_at(items, task // model.kv_heads), task % model.kv_heads
+        k_rows, v_rows, row_bytes = _rotate_rows(
+            model, layer, item, head, eps, scale, pages.exact_kind
+        )
+        store_item(k_rows, v_rows, row_bytes, item, index, head, pages, scratch)
         task = take(sync, counter)
 
 
@@ -238,6 +179,7 @@ def _attend_runs(model, index, runs, tables, pages, scratch, sync, counter):
     task = take(sync, counter)
     while task < len(runs) * model.kv_heads:
         fields = runs[len(runs) - 1 - task // model.kv_heads]
+        fields = runs[len(runs) - 1 - task // model.kv_heads]
         row, count, position, table, own_page, num_after = fields
         head = task % model.kv_heads
         rows = model.qkv + row * row_bytes
@@ -245,6 +187,7 @@ def _attend_runs(model, index, runs, tables, pages, scratch, sync, counter):
             rows + head * group * head_bytes,
             rows + (model.heads + head) * head_bytes,
             rows + (model.heads + model.kv_heads + head) * head_bytes,
+            row_bytes,
             row_bytes,
             model.attended + row * out_stride + head * group * head_bytes,
             out_stride,

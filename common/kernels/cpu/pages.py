@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 from numba import njit
+from torch import Tensor
 
 from common.kernels.cpu.simd import (
     bits_of,
@@ -31,6 +32,7 @@ from common.kernels.cpu.simd import (
     transpose8,
     widen_e4m3,
 )
+from common.pages import PageLayout
 
 FP32, BF16, E4M3 = 0, 1, 2
 
@@ -52,6 +54,23 @@ class Pages(NamedTuple):
 
 NEUTRAL_SCALE = 127
 MAX_SCALE = 237  # 2^110: larger values saturate
+
+
+def pages_of(packed: Tensor, exact: Tensor, layout: PageLayout) -> Pages:
+    """A pool's tensors as kernels see them."""
+    kinds = {4: FP32, 2: BF16, 1: E4M3}
+    return Pages(
+        packed=packed.data_ptr(),
+        packed_bytes=layout.packed_page_bytes,
+        packed_kind=kinds[layout.codec.packed_element_bytes],
+        scales_offset=layout.scales_offset,
+        exact=exact.data_ptr(),
+        exact_bytes=layout.exact_page_bytes,
+        exact_kind=kinds[layout.codec.exact_element_bytes],
+        num_heads=layout.num_kv_heads,
+        block_size=layout.block_size,
+        head_dim=layout.head_dim,
+    )
 
 
 @njit(nogil=True)

@@ -390,11 +390,10 @@ def store_e4m3(typingctx, at, value):
         )
         subnormal = builder.and_(builder.bitcast(steps, V8I), constant(V8I, 0xF))
         is_small = builder.icmp_unsigned("<", size, constant(V8I, 0x3C800000))  # 2^-6
-        code = builder.select(
-            is_bad, constant(V8I, 0x7F), builder.select(is_small, subnormal, normal)
-        )
+        code = builder.or_(builder.select(is_small, subnormal, normal), sign)
+        code = builder.select(is_bad, constant(V8I, 0x7F), code)
         byte = ir.VectorType(ir.IntType(8), 8)
-        code = builder.trunc(builder.or_(code, sign), byte)
+        code = builder.trunc(code, byte)
         builder.store(code, _pointer(builder, args[0], byte), align=1)
         return context.get_dummy_value()
 

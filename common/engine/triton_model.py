@@ -1,0 +1,167 @@
+"""The model on a GPU: torch for the matrices, Triton for everything that touches pages.
+
+Also runs on CPU tensors when Triton interprets its kernels (TRITON_INTERPRET=1), for tests.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+
+from common.engine.batch import MAX_RUN_TOKENS, StepBatch
+from common.engine.pools import PageArena
+from common.engine.rope import rope_tables
+from common.engine.weights import Checkpoint
+from common.kernels.gpu.attention import attention
+from common.kernels.gpu.checksum import checksums
+from common.kernels.gpu.store import store
+from common.model_config import ModelConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layer:
+    """One layer's tensors on the device; None where the model has none."""
+
+    norm_1: Tensor
+    qkv: Tensor
+    qkv_bias: Tensor | None
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    out: Tensor
+    out_bias: Tensor | None
+    norm_2: Tensor
+    gate_up: Tensor
+    down: Tensor
+
+
+class TritonModel:
+    """`forward(batch)` computes a step's KV into `pool` and returns the wanted logits."""
+
+    def __init__(
+        self, config: ModelConfig, checkpoint: Checkpoint, pool: PageArena, dtype: torch.dtype
+    ) -> None:
+        self._config = config
+        self._pool = pool
+        self._dtype = dtype
+        self._device = pool.packed.device
+        self._read = _Reader(checkpoint, config, dtype, self._device)
+        self._embedding = self._read.tensor(
+            "model.embed_tokens.weight", config.vocab_size, config.hidden_size
+        )
+        head = checkpoint.output_head(config)
+        self._head = self._embedding if head is None else head.to(self._device, dtype)
+        self._final_norm = self._read.tensor("model.norm.weight", config.hidden_size)
+        self._layers = [self._read.layer(i) for i in range(config.num_layers)]
+        cos, sin = rope_tables(config)
+        self._cos = torch.from_numpy(cos).to(self._device)
+        self._sin = torch.from_numpy(sin).to(self._device)
+
+    @torch.inference_mode()
+    def forward(self, batch: StepBatch, num_layers: int | None = None) -> Tensor:
+        positions = self._to_device(batch.positions)
+        cos, sin = self._cos[positions], self._sin[positions]
+        items = self._to_device(batch.items)
+        is_decode = batch.runs[:, 1] == 1
+        runs = [self._to_device(batch.runs[which]) for which in (~is_decode, is_decode)]
+        tables = self._to_device(batch.tables)
+        x = self._embedding[self._to_device(batch.token_ids)]
+        for index, layer in enumerate(self._layers[:num_layers]):
+            q, k, v = self._qkv(layer, self._norm(x, layer.norm_1), cos, sin)
+            store(k, v, items, self._pool.packed, self._pool.exact, self._pool.layout, index)
+            attended = self._attend(q, k, v, runs, tables, index).flatten(1)
+            x = x + F.linear(attended, layer.out, layer.out_bias)
+            gate, up = F.linear(self._norm(x, layer.norm_2), layer.gate_up).chunk(2, dim=1)
+            x = x + F.linear(F.silu(gate) * up, layer.down)
+        wanted = x[self._to_device(batch.wanted)]
+        return F.linear(self._norm(wanted, self._final_norm), self._head).float()
+
+    def checksum(self, page: Tensor) -> int:
+        return int(checksums(page.unsqueeze(0))[0]) % 2**64
+
+    def _qkv(
+        self, layer: Layer, x: Tensor, cos: Tensor, sin: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """q [rows, heads, head_dim] rotated and scaled; k, v as they are stored, in fp32."""
+        config = self._config
+        heads = F.linear(x, layer.qkv, layer.qkv_bias).unflatten(1, (-1, config.head_dim))
+        q, k, v = heads.split([config.num_heads, config.num_kv_heads, config.num_kv_heads], dim=1)
+        if layer.q_norm is not None and layer.k_norm is not None:
+            q, k = self._norm(q, layer.q_norm), self._norm(k, layer.k_norm)
+        q = _rotate(q.float(), cos, sin) * config.head_dim**-0.5
+        kv = torch.stack([_rotate(k.float(), cos, sin), v.float()])
+        if self._pool.layout.codec.exact_element_bytes == 2:
+            kv = kv.bfloat16().float()
+        return q.to(self._dtype), kv[0], kv[1]
+
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, runs: list[Tensor], tables: Tensor, index: int
+    ) -> Tensor:
+        """Chunks and decodes by the same kernel, with rows enough for the longest run of each."""
+        out = torch.empty_like(q)
+        for which, max_tokens in zip(runs, (MAX_RUN_TOKENS, 1), strict=True):
+            if len(which):
+                attention(
+                    q, k, v, which, tables, self._pool.packed, self._pool.exact,
+                    self._pool.layout, index, max_tokens, out,
+                )  # fmt: skip
+        return out
+
+    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        wide = x.float()
+        factor = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self._config.rms_norm_eps)
+        return (wide * factor).to(self._dtype) * weight
+
+    def _to_device(self, column: NDArray[np.generic]) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(column)).to(self._device)
+
+
+class _Reader:
+    """Tensors of a checkpoint, on the device and in the dtype of the computation."""
+
+    def __init__(
+        self, checkpoint: Checkpoint, config: ModelConfig, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self._checkpoint = checkpoint
+        self._config = config
+        self._dtype = dtype
+        self._device = device
+
+    def tensor(self, name: str, *shape: int) -> Tensor:
+        return self._checkpoint.read(name, shape).to(self._device, self._dtype)
+
+    def layer(self, index: int) -> Layer:
+        config, prefix = self._config, f"model.layers.{index}."
+        attn, mlp = prefix + "self_attn.", prefix + "mlp."
+        hidden, inter, head_dim = config.hidden_size, config.intermediate_size, config.head_dim
+        widths = {
+            "q_proj": config.num_heads * head_dim,
+            "k_proj": config.num_kv_heads * head_dim,
+            "v_proj": config.num_kv_heads * head_dim,
+        }
+        qkv = [self.tensor(f"{attn}{n}.weight", width, hidden) for n, width in widths.items()]
+        bias = None
+        if config.attention_bias:
+            bias = torch.cat([self.tensor(f"{attn}{n}.bias", w) for n, w in widths.items()])
+        gate_up = [self.tensor(f"{mlp}{n}.weight", inter, hidden) for n in ("gate_proj", "up_proj")]
+        return Layer(
+            norm_1=self.tensor(prefix + "input_layernorm.weight", hidden),
+            qkv=torch.cat(qkv),
+            qkv_bias=bias,
+            q_norm=self.tensor(attn + "q_norm.weight", head_dim) if config.qk_norm else None,
+            k_norm=self.tensor(attn + "k_norm.weight", head_dim) if config.qk_norm else None,
+            out=self.tensor(attn + "o_proj.weight", hidden, widths["q_proj"]),
+            out_bias=self.tensor(attn + "o_proj.bias", hidden) if config.output_bias else None,
+            norm_2=self.tensor(prefix + "post_attention_layernorm.weight", hidden),
+            gate_up=torch.cat(gate_up),
+            down=self.tensor(mlp + "down_proj.weight", hidden, inter),
+        )
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x [rows, heads, head_dim] by the angles of cos, sin [rows, head_dim / 2]."""
+    a, b = x.chunk(2, dim=-1)
+    cos, sin = cos[:, None], sin[:, None]
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)

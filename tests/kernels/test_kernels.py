@@ -1,0 +1,233 @@
+"""Every kernel against its plain reference: Triton under its interpreter, numba, and torch."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from numba import njit
+from torch import Tensor
+
+from common.engine.pools import PageArena
+from common.kernels import reference
+from common.kernels.cpu import pages as cpu_pages
+from common.kernels.cpu.attention import attention as cpu_attention
+from common.kernels.cpu.store import store as cpu_store
+from common.kernels.gpu.attention import attention as gpu_attention
+from common.kernels.gpu.checksum import checksums as gpu_checksums
+from common.kernels.gpu.store import store as gpu_store
+from common.pages import PageLayout, codec_named
+from common.scheduling.plan import PageKind
+
+LAYERS, HEADS, GROUP, WIDTH = 2, 2, 3, 16
+CODECS = ["fp8_e4m3", "bf16", "fp32"]
+
+
+def layout_of(codec: str, block_size: int = 16, head_dim: int = WIDTH) -> PageLayout:
+    return PageLayout(LAYERS, HEADS, block_size, head_dim, codec_named(codec))
+
+
+@dataclass
+class Step:
+    """Rows of a step over pools that hold something already."""
+
+    layout: PageLayout
+    pool: PageArena
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    items: Tensor
+    runs: Tensor
+    tables: Tensor
+
+
+def make_step(codec: str, block_size: int) -> Step:
+    """Chunks from the start and further on; decodes in block 0, in a tail, at a block's end."""
+    b = block_size
+    layout = layout_of(codec, b)
+    generator = torch.Generator().manual_seed(3)
+
+    def normal(*shape: int) -> Tensor:
+        values = torch.randn(shape, generator=generator) * 4
+        return values.bfloat16().float() if layout.codec.exact_element_bytes == 2 else values
+
+    pool = PageArena(layout, 24, 12)
+    fill(pool, normal, generator)
+    counts = [2 * b + 5, b + 3, 1, 1, 1]
+    starts = [0, 2 * b, 3, 2 * b + 4, 4 * b - 1]
+    rows = np.cumsum([0, *counts])
+    table = [[0, 1, 2, 0, 0], [1, 3, 4, 5, 0], [2, 0, 0, 0, 0], [3, 6, 7, 0, 0], [4, 8, 9, 10, 0]]
+    tails = [5, 6, -1, 7, 8]
+    items, runs = [], []
+    for i, (count, start, row) in enumerate(zip(counts, starts, rows, strict=False)):
+        is_chunk = count > 1
+        at = start
+        while at < start + count:
+            block, end = at // b, min(start + count, (at // b + 1) * b)
+            seals = end % b == 0 and block > 0
+            exact = table[i][0] if block == 0 else tails[i]
+            if is_chunk and seals:
+                exact = -1
+            packed = table[i][block] if seals else -1
+            items.append([row + at - start, end - at, at, exact, packed, int(not is_chunk)])
+            at = end
+        own = -1 if is_chunk else (table[i][0] if start < b else tails[i])
+        runs.append([row, count, start, i, own, 0])
+    total = int(rows[-1])
+    return Step(
+        layout=layout,
+        pool=pool,
+        q=torch.randn((total, HEADS * GROUP, WIDTH), generator=generator) * WIDTH**-0.5,
+        k=normal(total, HEADS, WIDTH),
+        v=normal(total, HEADS, WIDTH),
+        items=torch.tensor(items),
+        runs=torch.tensor(runs),
+        tables=torch.tensor(table, dtype=torch.int32),
+    )
+
+
+def fill(pool: PageArena, normal: Callable[..., Tensor], generator: torch.Generator) -> None:
+    layout = pool.layout
+    exact, packed = (
+        reference.exact_slices(pool.exact, layout),
+        reference.packed_slices(pool.packed, layout),
+    )
+    exact.copy_(normal(*exact.shape))
+    if not layout.codec.has_scales:
+        packed.copy_(normal(*packed.shape))
+        return
+    packed.copy_(torch.randint(0, 256, packed.shape, generator=generator))
+    packed[packed & 0x7F == 0x7F] = 0
+    scales = reference.packed_scales(pool.packed, layout)
+    scales.copy_(torch.randint(118, 122, scales.shape, generator=generator))
+
+
+Store = Callable[..., None]
+STORES: dict[str, Store] = {"triton": gpu_store, "numba": cpu_store}
+ATTENTIONS: dict[str, Callable[..., None]] = {"triton": gpu_attention, "numba": cpu_attention}
+
+
+@pytest.mark.parametrize("block_size", [16, 32])
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("which", STORES)
+def test_store_writes_the_bytes_of_the_reference(which: str, codec: str, block_size: int) -> None:
+    step, wanted = make_step(codec, block_size), make_step(codec, block_size)
+    for layer in range(LAYERS):
+        STORES[which](
+            step.k, step.v, step.items, step.pool.packed, step.pool.exact, step.layout, layer
+        )
+        reference.store(
+            wanted.k,
+            wanted.v,
+            wanted.items,
+            wanted.pool.packed,
+            wanted.pool.exact,
+            wanted.layout,
+            layer,
+        )
+    assert torch.equal(step.pool.exact, wanted.pool.exact)
+    assert torch.equal(step.pool.packed, wanted.pool.packed)
+
+
+@pytest.mark.parametrize("block_size", [16, 32])
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("which", ATTENTIONS)
+def test_attention_equals_the_reference(which: str, codec: str, block_size: int) -> None:
+    step, layer = make_step(codec, block_size), 1
+    pool, layout = step.pool, step.layout
+    reference.store(step.k, step.v, step.items, pool.packed, pool.exact, layout, layer)
+    found = torch.empty_like(step.q)
+    longest = int(step.runs[:, 1].max())
+    ATTENTIONS[which](
+        step.q,
+        step.k,
+        step.v,
+        step.runs,
+        step.tables,
+        pool.packed,
+        pool.exact,
+        layout,
+        layer,
+        longest,
+        found,
+    )
+    wanted = reference.attention(
+        step.q, step.k, step.v, step.runs, step.tables, pool.packed, pool.exact, layout, layer
+    )
+    torch.testing.assert_close(found, wanted, atol=2e-5, rtol=1e-4)
+
+
+def blocks() -> dict[str, Tensor]:
+    """Blocks [16, 16] with something odd about each."""
+    generator = torch.Generator().manual_seed(5)
+    plain = torch.randn((16, 16), generator=generator)
+    with_nan, with_inf = plain.clone(), plain.clone()
+    with_nan[3, 4], with_inf[5, 6], with_inf[5, 7] = torch.nan, torch.inf, -torch.inf
+    return {
+        "plain": plain,
+        "zero": torch.zeros(16, 16),
+        "tiny": plain * 1e-37,
+        "subnormal": plain * 1e-41,
+        "huge": plain * 1e37,
+        "one large": torch.where(torch.arange(256).view(16, 16) == 77, 3e4, plain),
+        "exactly 448": plain.clamp(-1, 1) * 448,
+        "powers of two": 2.0 ** torch.arange(-128, 128).view(16, 16).float() * 0.5,
+        "nan": with_nan,
+        "inf": with_inf,
+        "all nan": torch.full((16, 16), torch.nan),
+    }
+
+
+@pytest.mark.parametrize("name", blocks())
+@pytest.mark.parametrize("which", STORES)
+def test_odd_blocks_are_sealed_as_the_reference_does(which: str, name: str) -> None:
+    layout = PageLayout(1, 1, 16, 16, codec_named("fp8_e4m3"))
+    block = blocks()[name].bfloat16().float().view(16, 1, 16)
+    items = torch.tensor([[0, 16, 16, -1, 1, 0]])
+    found, wanted = PageArena(layout, 2, 1), PageArena(layout, 2, 1)
+    STORES[which](block, -block, items, found.packed, found.exact, layout, 0)
+    reference.store(block, -block, items, wanted.packed, wanted.exact, layout, 0)
+    assert torch.equal(found.packed, wanted.packed)
+
+
+def test_every_e4m3_byte_is_read_as_torch_reads_it() -> None:
+    data = torch.arange(256, dtype=torch.uint8)
+    out = torch.empty(256)
+    widen(data.data_ptr(), 256, out.data_ptr())
+    wanted = data.view(torch.float8_e4m3fn).float() * 0.25
+    assert torch.equal(out.isnan(), wanted.isnan())
+    assert torch.equal(out.nan_to_num(), wanted.nan_to_num())
+
+
+@njit
+def widen(source, count, target):  # type: ignore[no-untyped-def]
+    cpu_pages.load_rows(source, count, cpu_pages.E4M3, np.float32(0.25), target)
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_checksums_agree(codec: str) -> None:
+    layout = layout_of(codec)
+    for kind in PageKind:
+        pages = torch.randint(0, 256, (3, layout.page_bytes(kind)), dtype=torch.uint8)
+        wanted = reference.checksums(pages)
+        assert [int(c) % 2**64 for c in gpu_checksums(pages)] == wanted
+        assert [cpu_pages.checksum_of(page.data_ptr(), page.numel()) for page in pages] == wanted
+
+
+def test_checksum_sees_every_word_but_its_own() -> None:
+    layout = layout_of("fp8_e4m3")
+    page = torch.randint(0, 256, (layout.packed_page_bytes,), dtype=torch.uint8)
+    before = cpu_pages.checksum_of(page.data_ptr(), page.numel())
+    for index in range(len(page)):
+        page[index] ^= 1 << index % 8
+        changed = cpu_pages.checksum_of(page.data_ptr(), page.numel()) != before
+        assert changed == (index < len(page) - 8)
+        page[index] ^= 1 << index % 8
+
+
+def test_checksum_sees_words_that_change_places() -> None:
+    page = torch.randint(0, 256, (1024,), dtype=torch.uint8)
+    before = cpu_pages.checksum_of(page.data_ptr(), page.numel())
+    swapped = page.view(-1, 8)[[1, 0, *range(2, 128)]].flatten().contiguous()
+    assert cpu_pages.checksum_of(swapped.data_ptr(), swapped.numel()) != before
