@@ -15,7 +15,9 @@ log = logging.getLogger(__name__)
 
 
 def run(config: RouterConfig) -> int:
-    """The process's exit code: 0 after a drain, 1 after a crash, 2 for what the operator must change."""
+    """The process's exit code: 0 after a drain, 1 after a crash, 2 for what the operator must
+    change.
+    """
     logging.basicConfig(
         level=config.log_level.upper(),
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
@@ -39,6 +41,6 @@ async def _run(config: RouterConfig) -> None:
     async with anyio.create_task_group() as group:
         group.start_soon(until_signal, stop.set)
         await anyio.lowlevel.checkpoint()  # signals are heard before anybody can think we run
-        router = await open_router(config)
+        router = open_router(config)
         await router.run(stop)
         group.cancel_scope.cancel()

@@ -1,7 +1,7 @@
 """How much the router takes on: a bound on what waits, and the switch that ends it all.
 
-A request waits from its arrival until a decode worker has admitted it, and takes one slot per output. Pure counting;
-`generation` calls it.
+A request waits from its arrival until a decode worker has admitted it, and takes one slot per
+output. Pure counting; `generation` calls it.
 """
 
 import asyncio
@@ -46,7 +46,7 @@ class Admission:
             self.drained.set()
 
     def check_invariants(self) -> None:
-        assert self.num_waiting >= 0 and self.num_running >= 0
+        assert min(self.num_waiting, self.num_running) >= 0
 
 
 class Ticket:

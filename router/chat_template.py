@@ -1,7 +1,8 @@
 """Chats to prompt text by the model's own Jinja template, as transformers renders it, in a sandbox.
 
-A template comes with the model directory (`chat_template.jinja`, `chat_template.json` or `tokenizer_config.json`, in
-this order) or from a file the operator names. Whatever it raises is the client's to know: InvalidRequest.
+A template comes with the model directory (`chat_template.jinja`, `chat_template.json` or
+`tokenizer_config.json`, in this order) or from a file the operator names. Whatever it raises is the
+client's to know: InvalidRequest.
 """
 
 import json
@@ -62,7 +63,9 @@ class ChatTemplate:
             ) from None
 
     def _renders_parts(self) -> bool:
-        """Whether content given as a list of parts comes out as its text (and not as its Python form)."""
+        """Whether content given as a list of parts comes out as its text (and not as its Python
+        form).
+        """
         marker = "a7c2e1"
         parts = [{"type": "text", "text": marker}]
         try:
@@ -89,7 +92,8 @@ def load_chat_template(directory: Path, override: Path | None = None) -> ChatTem
             return ChatTemplate(
                 None,
                 special_tokens=special_tokens,
-                why_missing=f"the model has chat templates {', '.join(sorted(named))} but none named default",
+                why_missing="the model has chat templates "
+                f"{', '.join(sorted(named))} but none named default",
             )
         found = named["default"]
     return ChatTemplate(found, special_tokens=special_tokens)
@@ -106,7 +110,9 @@ def _environment(now: Callable[[], datetime]) -> ImmutableSandboxedEnvironment:
 
 
 class _Generation(jinja2.ext.Extension):
-    """`{% generation %}` marks the assistant's words for training; here its body is simply rendered."""
+    """`{% generation %}` marks the assistant's words for training; here its body is simply
+    rendered.
+    """
 
     tags = {"generation"}  # noqa: RUF012 - jinja's interface
 

@@ -1,12 +1,13 @@
 """Token ids to text, one id at a time, at a cost that does not grow with what came before.
 
-A `TokenTexts` is read once from tokenizer.json: what each id adds. A `Detokenizer` follows one output. The pieces
-joined equal a one-shot decode of the prompt and all ids, less the prompt: a leading space is kept, special tokens are
-left out, and U+FFFD stands only for bytes that are no UTF-8 whatever comes next.
+A `TokenTexts` is read once from tokenizer.json: what each id adds. A `Detokenizer` follows one
+output. The pieces joined equal a one-shot decode of the prompt and all ids, less the prompt: a
+leading space is kept, special tokens are left out, and U+FFFD stands only for bytes that are no
+UTF-8 whatever comes next.
 
-Two families are known. Byte-level tokenizers map each token to bytes. SentencePiece-like ones map it to text, with
-`<0xE4>` tokens for single bytes: a run of those is text if the whole run is valid UTF-8, else one U+FFFD per byte, so
-it is held until its end.
+Two families are known. Byte-level tokenizers map each token to bytes. SentencePiece-like ones map
+it to text, with `<0xE4>` tokens for single bytes: a run of those is text if the whole run is valid
+UTF-8, else one U+FFFD per byte, so it is held until its end.
 """
 
 import codecs
@@ -45,7 +46,7 @@ class TokenTexts:
 
     @classmethod
     def of(cls, tokenizer: Mapping[str, Any], vocabulary: Mapping[str, int]) -> "TokenTexts":
-        """From the content of tokenizer.json. Raises UnsupportedModel for a decoder not known here."""
+        """From what tokenizer.json holds. Raises UnsupportedModel for an unknown decoder."""
         added = {t["id"]: t["content"] for t in tokenizer.get("added_tokens") or ()}
         special = frozenset(t["id"] for t in tokenizer.get("added_tokens") or () if t["special"])
         steps = _decoder_steps(tokenizer.get("decoder"))
@@ -55,8 +56,8 @@ class TokenTexts:
             return cls({i: _byte_level(text) for i, text in tokens.items()}, frozenset(), special)
         if not set(kinds) <= {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}:
             raise UnsupportedModel(
-                f"tokenizer.json has decoder {' + '.join(kinds) or 'none'}; there are ByteLevel, Metaspace "
-                "and Replace + ByteFallback + Fuse + Strip"
+                f"tokenizer.json has decoder {' + '.join(kinds) or 'none'}; there are ByteLevel, "
+                "Metaspace and Replace + ByteFallback + Fuse + Strip"
             )
         byte_ids = {}
         if "ByteFallback" in kinds:

@@ -1,9 +1,10 @@
-"""Finds the workers and keeps in touch: names to addresses, one Watch per address, one session per decode worker.
+"""Finds the workers and keeps in touch: names to addresses, one Watch per address, one session per
+decode worker.
 
-`Discovery.run` owns everything: a loop per configured entry resolves its name again and again, and every address found
-gets a task that lives until the name no longer leads there and the worker has gone quiet. What is seen goes into the
-fleet; the fleet decides. Entries are `host:port`, `name:port` with any number of addresses behind the name, or
-`[v6]:port`.
+`Discovery.run` owns everything: a loop per configured entry resolves its name again and again, and
+every address found gets a task that lives until the name no longer leads there and the worker has
+gone quiet. What is seen goes into the fleet; the fleet decides. Entries are `host:port`,
+`name:port` with any number of addresses behind the name, or `[v6]:port`.
 """
 
 import asyncio
@@ -119,11 +120,14 @@ class Discovery:
         worker = self._fleet.get(address)
         if worker is not None and worker.is_linked:
             log.warning("lost %s %s: %s", worker.state.role, address, error.message)
-        self._fleet.refuse(address, f"cannot be reached: {error.message}")
+        reason = error.message.rpartition(": ")[2][:100]
+        self._fleet.refuse(address, f"cannot be reached: {reason}")
         self._dispatcher.fleet_changed()
 
     async def _watch(self, peer: Peer, address: str) -> None:
-        """One Watch stream and, for a decode worker, its sessions. Returns or raises when the stream ends."""
+        """One Watch stream and, for a decode worker, its sessions. Returns or raises when the
+        stream ends.
+        """
         stream = peer.open("Watch")
         try:
             async with anyio.create_task_group() as group:

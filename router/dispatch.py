@@ -1,7 +1,8 @@
 """Places requests on workers: joins the fleet, the policy and the open sessions.
 
-`journey` submits through `Dispatcher` and gets a `Placement`, its handle on the request at one decode worker.
-`discovery` tells it which sessions are open and calls `fleet_changed` so that journeys which wait for a worker go on.
+`journey` submits through `Dispatcher` and gets a `Placement`, its handle on the request at one
+decode worker. `discovery` tells it which sessions are open and calls `fleet_changed` so that
+journeys which wait for a worker go on.
 """
 
 from collections.abc import Callable, Collection
@@ -33,7 +34,7 @@ class Dispatcher:
         self._sessions: dict[str, Session] = {}
         self._waiting: dict[Callable[[], None], None] = {}
 
-    # --- from discovery ----------------------------------------------------------------------------------------
+    # --- from discovery ---------------------------------------------------------------------------
 
     def session_opened(self, incarnation: str, session: Session) -> None:
         self._sessions[incarnation] = session
@@ -45,7 +46,7 @@ class Dispatcher:
         for callback in list(self._waiting):
             callback()
 
-    # --- from journeys -----------------------------------------------------------------------------------------
+    # --- from journeys ----------------------------------------------------------------------------
 
     def submit(
         self, request: GenerateRequest, sink: Sink, avoid: Collection[str]
@@ -116,7 +117,7 @@ class Placement:
             self._prefill = None
 
     def end(self, *, is_complete: bool) -> None:
-        """The request is over here. If it is not complete the worker is told to stop. Idempotent."""
+        """The request is over here. If it is not complete the worker must stop. Idempotent."""
         if self._has_ended:
             return
         self._has_ended = True

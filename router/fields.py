@@ -1,6 +1,7 @@
 """Reads the fields of a request object one by one, each with its type and range.
 
-Null stands for absent. What has not been read at the end is unknown, and refused (`finish`), as OpenAI's servers do.
+Null stands for absent. What has not been read at the end is unknown, and refused (`finish`), as
+OpenAI's servers do.
 """
 
 import math

@@ -1,11 +1,14 @@
-"""The router's table of workers: who there is, which of them fit together, and whether a request could be served.
+"""The router's table of workers: who there is, which of them fit together, and whether a request
+could be served.
 
-`discovery` reports what it sees of each address (`observe`, `lose`, `refuse`, `forget`) and of its session
-(`session_up`, `session_down`); `dispatch` asks who may take a request and reports what it placed. A worker is one
-incarnation: when another process answers at the same address, the old entry is gone with all its counts.
+`discovery` reports what it sees of each address (`observe`, `lose`, `refuse`, `forget`) and of its
+session (`session_up`, `session_down`); `dispatch` asks who may take a request and reports what it
+placed. A worker is one incarnation: when another process answers at the same address, the old entry
+is gone with all its counts.
 
-Ready means: a colocated worker, or a decode worker and a prefill worker that store KV alike. A fleet that was ready
-and lost its prefill workers keeps serving, since decode workers can prefill by themselves, and says so.
+Ready means: a colocated worker, or a decode worker and a prefill worker that store KV alike. A
+fleet that was ready and lost its prefill workers keeps serving, since decode workers can prefill by
+themselves, and says so.
 """
 
 from collections.abc import Collection
@@ -17,7 +20,9 @@ from common.types import Role
 
 @dataclass(slots=True, eq=False)
 class Worker:
-    """One life of a worker process. `num_in_flight` counts what this router placed there and has not seen the end of."""
+    """One life of a worker process. `num_in_flight` counts what this router placed there and has
+    not seen the end of.
+    """
 
     address: str
     state: WorkerState
@@ -44,10 +49,12 @@ class Fleet:
         self._was_ready = False
         self._cached_view: _View | None = None
 
-    # --- facts from discovery ----------------------------------------------------------------------------------
+    # --- facts from discovery ---------------------------------------------------------------------
 
     def observe(self, address: str, state: WorkerState) -> Worker:
-        """A worker at `address` told its state. The worker is a new object when its incarnation is new."""
+        """A worker at `address` told its state. The worker is a new object when its incarnation is
+        new.
+        """
         self._refused.pop(address, None)
         worker = self._workers.get(address)
         if worker is None or worker.state.incarnation != state.incarnation:
@@ -87,7 +94,7 @@ class Fleet:
             worker.has_session = is_up
             self._changed()
 
-    # --- questions ---------------------------------------------------------------------------------------------
+    # --- questions --------------------------------------------------------------------------------
 
     def get(self, address: str) -> Worker | None:
         return self._workers.get(address)
@@ -97,7 +104,9 @@ class Fleet:
         return list(self._view().linked)
 
     def decode_workers(self, avoid: Collection[str] = ()) -> list[Worker]:
-        """Who may take a new request; `avoid` names incarnations. Empty while the fleet is not ready."""
+        """Who may take a new request; `avoid` names incarnations. Empty while the fleet is not
+        ready.
+        """
         if not self.is_ready():
             return []
         return [w for w in self._view().decoding if w.state.incarnation not in avoid]
@@ -136,7 +145,7 @@ class Fleet:
         """Why `worker` is given no requests although it answers; None when it is in use."""
         return self._view().excluded.get(worker.order, "does not answer")
 
-    # --- counts ------------------------------------------------------------------------------------------------
+    # --- counts -----------------------------------------------------------------------------------
 
     def place(self, worker: Worker) -> None:
         worker.num_in_flight += 1
@@ -154,9 +163,10 @@ class Fleet:
         view = self._view()
         assert view == _view(list(self._workers.values()))
         for worker in view.decoding + view.prefilling:
-            assert worker.is_linked and view.excluded[worker.order] is None
+            assert worker.is_linked
+            assert view.excluded[worker.order] is None
 
-    # --- inside ------------------------------------------------------------------------------------------------
+    # --- inside -----------------------------------------------------------------------------------
 
     def _changed(self) -> None:
         self._cached_view = None

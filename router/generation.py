@@ -1,8 +1,9 @@
-"""One client call from token ids to text, and the service both fronts (HTTP, gRPC) make their calls of.
+"""One client call from token ids to text, and the service both fronts (HTTP, gRPC) make their calls
+of.
 
-service.prompt_* -> Prompt          text, chat or ids, checked against the context and the pools
-service.start(prompts, options) -> Generation
-generation.pieces() ...             until it is done; generation.close() whatever happened
+service.prompt_* -> Prompt text, chat or ids, checked against the context and the pools
+service.start(prompts, options) -> Generation generation.pieces() ... until it is done;
+generation.close() whatever happened
 """
 
 import dataclasses
@@ -94,7 +95,7 @@ class TextService:
         limits = [w.state.max_model_len for w in self.fleet.linked() if w.can_decode]
         return min([self._model_limit, *limits])
 
-    # --- prompts -----------------------------------------------------------------------------------------------
+    # --- prompts ----------------------------------------------------------------------------------
 
     async def encode_text(self, text: str) -> list[int]:
         return await self.tokenizer.encode(text, self.max_model_len)
@@ -109,7 +110,7 @@ class TextService:
             variables=variables,
         )
 
-    # --- generation --------------------------------------------------------------------------------------------
+    # --- generation -------------------------------------------------------------------------------
 
     def start(
         self,
@@ -121,7 +122,9 @@ class TextService:
         default_max_tokens: int | None,
         timeout_s: float | None = None,
     ) -> "Generation":
-        """Checks the prompts and sends them off. Raises whatever keeps one of them from being served."""
+        """Checks the prompts and sends them off. Raises whatever keeps one of them from being
+        served.
+        """
         n = options.sampling.n
         if len(prompts) * n > MAX_OUTPUTS:
             raise InvalidRequest(f"more than {MAX_OUTPUTS} outputs in one request", param="n")
@@ -193,7 +196,7 @@ class TextService:
         max_tokens = asked if asked is not None else min(room, default or room)
         if options.sampling.min_tokens > max_tokens:
             raise InvalidRequest(
-                f"min_tokens is {options.sampling.min_tokens}, but at most {max_tokens} can be generated",
+                f"min_tokens is {options.sampling.min_tokens}, but only {max_tokens} can be made",
                 param="min_tokens",
             )
         return max_tokens
@@ -321,7 +324,7 @@ class Generation:
             if longest > 1 and self._first_token_at is not None:
                 metrics.tpot.observe((self._last_token_at - self._first_token_at) / (longest - 1))
 
-    # --- inside ------------------------------------------------------------------------------------------------
+    # --- inside -----------------------------------------------------------------------------------
 
     def _admitted(self) -> None:
         if self._has_queued:

@@ -1,7 +1,7 @@
 """The gRPC API: `tandem.v1.Inference/Generate`, with the standard health and reflection services.
 
-Messages are parsed here and not by gRPC, so that bytes that are no message get INVALID_ARGUMENT. The parameters go
-through the same readers as JSON fields do.
+Messages are parsed here and not by gRPC, so that bytes that are no message get INVALID_ARGUMENT.
+The parameters go through the same readers as JSON fields do.
 """
 
 import contextlib
@@ -86,7 +86,7 @@ class HealthOfFleet(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
     def __init__(self, service: TextService) -> None:
         self._service = service
 
-    async def Check(self, request: Any, context: Any) -> Any:  # noqa: N802 - gRPC's name
+    async def Check(self, request: Any, context: Any) -> Any:
         if request.service not in ("", SERVICE):
             await context.abort(grpc.StatusCode.NOT_FOUND, "unknown service")
         is_ready = self._service.fleet.is_ready() and not self._service.admission.is_draining

@@ -172,7 +172,9 @@ def model_object(service: TextService) -> dict[str, Any]:
 
 
 def worker_object(fleet: Fleet, worker: Worker) -> dict[str, Any]:
-    """The operator's view. `excluded` is there only for a worker that gets no requests, and says why."""
+    """The operator's view. `excluded` is there only for a worker that gets no requests, and says
+    why.
+    """
     state = worker.state
     shown: dict[str, Any] = {
         "role": state.role,

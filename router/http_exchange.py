@@ -1,6 +1,8 @@
-"""One HTTP request and its answer, on bare ASGI: body within bounds, errors in OpenAI's shape, disconnects noticed.
+"""One HTTP request and its answer, on bare ASGI: body within bounds, errors in OpenAI's shape,
+disconnects noticed.
 
-Every endpoint of the router answers through an `Exchange`, so an error looks the same wherever it arises.
+Every endpoint of the router answers through an `Exchange`, so an error looks the same wherever it
+arises.
 """
 
 import json
@@ -98,7 +100,7 @@ class Exchange:
         if outcome[0] is not None:
             raise outcome[0]
 
-    # --- answers -----------------------------------------------------------------------------------------------
+    # --- answers ----------------------------------------------------------------------------------
 
     async def reply(
         self,

@@ -1,6 +1,7 @@
 """Answers of the two generating endpoints as bytes, whole and as stream events, in OpenAI's shapes.
 
-What is the same in all events of a stream is encoded once; per token only the text and the choice are.
+What is the same in all events of a stream is encoded once; per token only the text and the choice
+are.
 """
 
 from collections.abc import Sequence

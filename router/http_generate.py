@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions and /v1/completions: body to prompts and options, generation to answer."""
+"""POST /v1/chat/completions and /v1/completions: from the body to a generation to the answer."""
 
 from typing import Any
 

@@ -1,9 +1,11 @@
-"""uvicorn's HTTP protocol, except that a client may close its sending side and still get its answer.
+"""uvicorn's HTTP protocol, except that a client may close its sending side and still get its
+answer.
 
-The end of a client's stream means either "I have sent all" (half-close) or "I am gone"; the two look alike until
-something is written, which a client that is gone answers with a reset. So while such a connection waits for its answer
-it is probed: with `100 Continue`, which every client skips, before the answer starts, and with an SSE comment in a
-stream. A reset then ends the request like any disconnect.
+The end of a client's stream means either "I have sent all" (half-close) or "I am gone"; the two
+look alike until something is written, which a client that is gone answers with a reset. So while
+such a connection waits for its answer it is probed: with `100 Continue`, which every client skips,
+before the answer starts, and with an SSE comment in a stream. A reset then ends the request like
+any disconnect.
 """
 
 import asyncio

@@ -1,12 +1,14 @@
-"""One request from end to end: submit, admitted, route, prefilled, tokens, finish; and again when a worker is lost.
+"""One request from end to end: submit, admitted, route, prefilled, tokens, finish; and again when a
+worker is lost.
 
-A journey has legs. The first leg carries all outputs of the request. When a leg fails in a way that a retry can help,
-every output that has not finished goes on in a leg of its own: `prompt + tokens so far`, with the original prompt
-length, on another pair of workers. What the client sees is a pause; no token is lost or comes twice, because a leg
-that has failed is never listened to again. After `MAX_ATTEMPTS`, or `RECOVERY_S` without a worker, the error stands.
+A journey has legs. The first leg carries all outputs of the request. When a leg fails in a way that
+a retry can help, every output that has not finished goes on in a leg of its own: `prompt + tokens
+so far`, with the original prompt length, on another pair of workers. What the client sees is a
+pause; no token is lost or comes twice, because a leg that has failed is never listened to again.
+After `MAX_ATTEMPTS`, or `RECOVERY_S` without a worker, the error stands.
 
-`generation` starts a journey and reads its events; the session calls the legs (they are its sinks). All of it runs on
-the event loop and nothing here waits.
+`generation` starts a journey and reads its events; the session calls the legs (they are its sinks).
+All of it runs on the event loop and nothing here waits.
 """
 
 import asyncio
@@ -56,7 +58,9 @@ Event = tuple[int, int, int, FinishReason | None, TokenLogprobs | None]
 
 
 class Inbox:
-    """Where the events of all journeys of one client call arrive. One reader, which wakes at most once per batch."""
+    """Where the events of all journeys of one client call arrive. One reader, which wakes at most
+    once per batch.
+    """
 
     def __init__(self) -> None:
         self._events: list[Event] = []
@@ -74,7 +78,7 @@ class Inbox:
             self._wake()
 
     async def take(self) -> list[Event]:
-        """Everything that has arrived, at least one event. Raises the error that ended a journey."""
+        """All that has arrived, at least one event. Raises the error that ended a journey."""
         while not self._events:
             if self._error is not None:
                 raise self._error
@@ -136,7 +140,9 @@ class Journey:
             raise NotReady("no worker is ready to take the request", retry_after_s=1.0)
 
     def stop(self) -> None:
-        """Ends the journey in whatever phase it is: workers are told, nothing more is reported. Idempotent."""
+        """Ends the journey in whatever phase it is: workers are told, nothing more is reported.
+        Idempotent.
+        """
         self._has_ended = True
         for timer in self._timers:
             timer.cancel()
@@ -164,7 +170,7 @@ class Journey:
         """Incarnations that have failed this request."""
         return self._avoid
 
-    # --- from legs ---------------------------------------------------------------------------------------------
+    # --- from legs --------------------------------------------------------------------------------
 
     def admitted(self) -> None:
         self._on_admitted()
@@ -213,7 +219,7 @@ class Journey:
         self._dispatcher.call_on_change(self._retry)
         self._call_later(RECOVERY_S, lambda: self._give_up(error))
 
-    # --- inside ------------------------------------------------------------------------------------------------
+    # --- inside -----------------------------------------------------------------------------------
 
     def _resume(self, failed: "_Leg") -> "list[_Leg]":
         """Legs that carry on with what `failed` has not finished."""
@@ -297,7 +303,9 @@ class _Leg:
         return self._phase is not Phase.NEW
 
     def suspects(self, error: TandemError) -> list[str]:
-        """Incarnations that the next attempt should avoid. A lost worker is not in the fleet any more."""
+        """Incarnations that the next attempt should avoid. A lost worker is not in the fleet any
+        more.
+        """
         assert self._placement is not None
         if isinstance(error, DecodeFull | Draining):
             return [self._placement.decode_incarnation]
@@ -316,7 +324,7 @@ class _Leg:
             if self._placement is not None:
                 self._placement.end(is_complete=self._num_running == 0)
 
-    # --- Sink --------------------------------------------------------------------------------------------------
+    # --- Sink -------------------------------------------------------------------------------------
 
     def admitted(self, needs_route: bool) -> None:
         if self._phase is not Phase.SUBMITTED:

@@ -1,8 +1,8 @@
 """Chat messages as clients send them, to what templates expect.
 
-Null content becomes the empty string, other null fields vanish, a list of text parts becomes its text (joined by
-newlines) unless the template takes parts itself, `developer` is another word for `system`, and the arguments of tool
-calls become objects. Parts that are not text are refused.
+Null content becomes the empty string, other null fields vanish, a list of text parts becomes its
+text (joined by newlines) unless the template takes parts itself, `developer` is another word for
+`system`, and the arguments of tool calls become objects. Parts that are not text are refused.
 """
 
 import json

@@ -1,8 +1,9 @@
 """What the router measures: requests by outcome, the clients' latencies, tokens, and the fleet.
 
-Each request is counted once, by how it ended: `success`, `abort` (the client went away), `rejected` (its own fault or
-no room: 4xx) or `error` (5xx). TTFT has one entry per request that got a token. Token counters count what was
-generated, also for requests that were aborted later. One registry per object, so several routers fit in a process.
+Each request is counted once, by how it ended: `success`, `abort` (the client went away), `rejected`
+(its own fault or no room: 4xx) or `error` (5xx). TTFT has one entry per request that got a token.
+Token counters count what was generated, also for requests that were aborted later. One registry per
+object, so several routers fit in a process.
 """
 
 from collections.abc import Iterator

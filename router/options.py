@@ -1,6 +1,8 @@
-"""The parameters of a request: from the fields a client sent to `Options`, with every range checked.
+"""The parameters of a request: from the fields a client sent to `Options`, with every range
+checked.
 
-HTTP and gRPC requests pass through the same readers, so one set of rules (docs/api.md) holds for both.
+HTTP and gRPC requests pass through the same readers, so one set of rules (docs/api.md) holds for
+both.
 """
 
 import dataclasses
@@ -72,7 +74,9 @@ _IDENTIFIERS = ("user", "safety_identifier", "prompt_cache_key")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What a client asked for. `max_tokens` None: the endpoint's default; `seed` None: one is drawn."""
+    """What a client asked for. `max_tokens` None: the endpoint's default; `seed` None: one is
+    drawn.
+    """
 
     sampling: SamplingParams
     max_tokens: int | None

@@ -1,7 +1,8 @@
 """Who gets a request: the decode worker first, the prefill worker once the decode worker has room.
 
-A policy is pure and replaceable: it picks one of the candidates it is given. `LeastLoaded` goes by load and breaks
-ties by turns, so that paced traffic (nothing in flight at any decision) spreads evenly too.
+A policy is pure and replaceable: it picks one of the candidates it is given. `LeastLoaded` goes by
+load and breaks ties by turns, so that paced traffic (nothing in flight at any decision) spreads
+evenly too.
 """
 
 from collections.abc import Sequence
@@ -48,7 +49,9 @@ class LeastLoaded:
 
 
 def load(worker: Worker) -> float:
-    """How busy a worker is, in requests. Our own count is fresh; the worker's own covers other routers' requests."""
+    """How busy a worker is, in requests. Our own count is fresh; the worker's own covers other
+    routers' requests.
+    """
     state = worker.state
     num_requests = max(worker.num_in_flight, state.running + state.waiting)
     held = state.blocks.held / max(state.blocks.total, 1)

@@ -1,8 +1,8 @@
 """One session: the stream between this router and one life of a decode worker.
 
-Requests go in by `submit`, `route` and `cancel` (none of them waits); what comes back is handed to the request's sink.
-The session is the lease of its requests: when the stream ends, each of them fails with `DecodeLost`.
-`discovery` opens sessions and runs them; `dispatch` finds them by worker.
+Requests go in by `submit`, `route` and `cancel` (none of them waits); what comes back is handed to
+the request's sink. The session is the lease of its requests: when the stream ends, each of them
+fails with `DecodeLost`. `discovery` opens sessions and runs them; `dispatch` finds them by worker.
 """
 
 import asyncio
@@ -79,7 +79,8 @@ class Session:
     async def run(self, hello: Hello, on_end: Callable[[], None]) -> None:
         """Until the stream ends. Raises what ended it (a clean end is `DecodeLost` too).
 
-        `on_end` is called before the requests learn of the end, so that none of them comes back here.
+        `on_end` is called before the requests learn of the end, so that none of them comes back
+        here.
         """
         error: TandemError = DecodeLost(f"decode worker {self._address} closed the session")
         try:

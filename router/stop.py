@@ -1,8 +1,8 @@
 """Finds stop strings in text that arrives piece by piece (Aho-Corasick).
 
-A `StopSet` is built once per call, a `StopMatcher` follows one output. Text is held back only while it is a true prefix
-of some stop string; everything else leaves at once. The first stop string to be complete wins; of several that
-are complete at the same character, the longest.
+A `StopSet` is built once per call, a `StopMatcher` follows one output. Text is held back only while
+it is a true prefix of some stop string; everything else leaves at once. The first stop string to be
+complete wins; of several that are complete at the same character, the longest.
 """
 
 from collections import deque
@@ -10,7 +10,9 @@ from collections.abc import Sequence
 
 
 class StopSet:
-    """The automaton: for each state its children, its fallback, its depth, and the longest stop that ends there."""
+    """The automaton: for each state its children, its fallback, its depth, and the longest stop
+    that ends there.
+    """
 
     def __init__(self, stops: Sequence[str]) -> None:
         assert all(stops)

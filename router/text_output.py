@@ -1,7 +1,8 @@
 """One output as text: token ids in, pieces of text out, and where the output ends.
 
-The same code makes streamed and whole answers, so they are equal when joined. A token whose text is held back (half a
-character, or the start of a stop string) makes no piece; its logprobs wait for the next one.
+The same code makes streamed and whole answers, so they are equal when joined. A token whose text is
+held back (half a character, or the start of a stop string) makes no piece; its logprobs wait for
+the next one.
 """
 
 from dataclasses import dataclass

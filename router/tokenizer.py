@@ -1,12 +1,13 @@
 """Text and chats to token ids, by the model's tokenizer.json.
 
-Text of a completion is encoded once, with the special tokens that tokenizer.json's post-processor adds, and control
-tokens written in it count (prompts are often templated by the client). A chat is rendered by the model's template and
-encoded as transformers does, except that control tokens inside the client's own words (`<|im_end|>` in a message)
-are encoded as plain text, as transformers' `sanitize_control_tokens` does: nobody can speak as somebody else.
+Text of a completion is encoded once, with the special tokens that tokenizer.json's post-processor
+adds, and control tokens written in it count (prompts are often templated by the client). A chat is
+rendered by the model's template and encoded as transformers does, except that control tokens inside
+the client's own words (`<|im_end|>` in a message) are encoded as plain text, as transformers'
+`sanitize_control_tokens` does: nobody can speak as somebody else.
 
-Long texts are encoded in a thread, which lets go of the interpreter; texts that cannot possibly fit the context are
-refused by their size before that.
+Long texts are encoded in a thread, which lets go of the interpreter; texts that cannot possibly fit
+the context are refused by their size before that.
 """
 
 import json
@@ -51,7 +52,9 @@ class Tokenizer:
     async def encode(
         self, text: str, max_tokens: int, *, add_special_tokens: bool = True
     ) -> list[int]:
-        """Token ids of `text`. Raises ContextLengthExceeded when it must be longer than `max_tokens`."""
+        """Token ids of `text`. Raises ContextLengthExceeded when it must be longer than
+        `max_tokens`.
+        """
         self._check_size(text, max_tokens)
         return await self._run(len(text), lambda: self._encode(text, add_special_tokens))
 
@@ -119,7 +122,7 @@ class Tokenizer:
         return isinstance(value, list) and any(map(self._has_control, value))
 
     def _encode_pieces(self, pieces: list[str | None]) -> list[int]:
-        """Text and control tokens by turns; these as plain text, each apart, as transformers does."""
+        """Text and control tokens by turns; these as plain text, as transformers does."""
         if self._plain is None:
             self._plain = self._make_plain()
         first, *others = pieces
@@ -131,7 +134,9 @@ class Tokenizer:
         return token_ids
 
     def _encode_inner(self, tokenizer: HfTokenizer, piece: str) -> list[int]:
-        """Encoded after a newline, which is taken away again: some tokenizers add a space at the very start."""
+        """Encoded after a newline, which is taken away again: some tokenizers add a space at the
+        very start.
+        """
         newline = self._encode("\n", False)
         token_ids = list(tokenizer.encode("\n" + piece, add_special_tokens=False).ids)
         if token_ids[: len(newline)] == newline:
@@ -161,7 +166,9 @@ class _Marked:
         return cls(mark(chat), re.compile(f"{start}({control.pattern}){end}|[{start}{end}]"))
 
     def split(self, text: str) -> list[str | None]:
-        """Text, marked token, text, ...; a template may have cut a mark in half, then the token is None."""
+        """Text, marked token, text, ...; a template may have cut a mark in half, then the token is
+        None.
+        """
         return self._pattern.split(text)
 
 
@@ -193,7 +200,7 @@ def _read_plain(source: str) -> HfTokenizer:
 
 def _too_long(num_bytes: int, max_token_bytes: int, max_tokens: int) -> ContextLengthExceeded:
     return ContextLengthExceeded(
-        f"the prompt has {num_bytes} bytes and so at least {-(-num_bytes // max_token_bytes)} tokens; "
-        f"the context holds {max_tokens}",
+        f"the prompt has {num_bytes} bytes and so at least {-(-num_bytes // max_token_bytes)} "
+        f"tokens; the context holds {max_tokens}",
         param="prompt",
     )

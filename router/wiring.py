@@ -3,6 +3,7 @@
 `__main__` runs one per process; tests run as many as they like.
 """
 
+import contextlib
 import logging
 import random
 import socket
@@ -82,7 +83,7 @@ class Router:
         await self.http_server.drain()
 
 
-async def open_router(
+def open_router(
     config: RouterConfig, *, connect: Connect = connect, tokenizer: Tokenizer | None = None
 ) -> Router:
     """Raises ConfigError when the model directory or an address is no good.
@@ -119,8 +120,14 @@ async def open_router(
         connect=connect,
         router_id=f"{draw_bits(64):016x}",
     )
-    http_socket = listen(config.http, "--http")
-    metrics_server = serve_metrics(config.metrics, metrics.registry)
+    with contextlib.ExitStack() as opened:
+        http_socket = opened.enter_context(listen(config.http, "--http"))
+        metrics_server = serve_metrics(config.metrics, metrics.registry)
+        opened.callback(metrics_server.close)
+        grpc_front = None
+        if config.grpc is not None:
+            grpc_front = open_grpc(config.grpc, service, MAX_BODY_BYTES)
+        opened.pop_all()
     return Router(
         config=config,
         service=service,
@@ -128,5 +135,5 @@ async def open_router(
         http_socket=http_socket,
         http_server=make_server(make_app(service, MAX_BODY_BYTES)),
         metrics_server=metrics_server,
-        grpc_front=None if config.grpc is None else open_grpc(config.grpc, service, MAX_BODY_BYTES),
+        grpc_front=grpc_front,
     )

@@ -1,4 +1,6 @@
-"""Fixtures of the router's tests: the demo model without weights, and a router over one fake worker."""
+"""Fixtures of the router's tests: the demo model without weights, and a router over one fake
+worker.
+"""
 
 import shutil
 from collections.abc import Iterator

@@ -1,7 +1,8 @@
 """A worker without a model: serves Watch and Session over real gRPC and makes tokens by a script.
 
-By default it repeats the prompt. It keeps the rules of the protocol (stop ids, caps, resubmission, cancel) and does
-what a test tells it to: wait with admission, step by step, fail, drop the stream, die.
+By default it repeats the prompt. It keeps the rules of the protocol (stop ids, caps, resubmission,
+cancel) and does what a test tells it to: wait with admission, step by step, fail, drop the stream,
+die.
 """
 
 import asyncio
@@ -124,7 +125,7 @@ class FakeWorker:
         self.num_cached_tokens = 0
         self.has_prefill_pause = False
 
-    # --- life --------------------------------------------------------------------------------------------------
+    # --- life -------------------------------------------------------------------------------------
 
     async def start(self, address: str = "127.0.0.1:0") -> None:
         self._server = await serve(address, {"Watch": self._watch, "Session": self._session})
@@ -160,7 +161,7 @@ class FakeWorker:
     def num_running(self) -> int:
         return sum(len(session.running) for session in self._sessions)
 
-    # --- streams -----------------------------------------------------------------------------------------------
+    # --- streams ----------------------------------------------------------------------------------
 
     async def _watch(self, stream: Stream) -> None:
         assert isinstance(await stream.receive(), Watch)
@@ -232,7 +233,7 @@ class FakeWorker:
         forced = [token_id for token_id, bias in request.sampling.logit_bias if bias >= 100]
         return cycle(forced) if forced else iter(self.script(prompt, index))
 
-    # --- steps -------------------------------------------------------------------------------------------------
+    # --- steps ------------------------------------------------------------------------------------
 
     async def _step_for_ever(self, session: _Session) -> None:
         while True:

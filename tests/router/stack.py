@@ -1,4 +1,6 @@
-"""A router over fake workers, all in one thread with an event loop of its own; tests talk to it over loopback."""
+"""A router over fake workers, all in one thread with an event loop of its own; tests talk to it
+over loopback.
+"""
 
 import asyncio
 import functools
@@ -50,6 +52,19 @@ class Stack:
             self.until(self._all_known)
         return self
 
+    def open_and_close(self) -> None:
+        """For what cannot be opened."""
+        self._thread.start()
+        try:
+            self.call(self._open)
+        finally:
+            self._end_thread()
+
+    def _end_thread(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
     async def _open(self) -> None:
         self._stop = anyio.Event()
         for worker in self.workers:
@@ -68,7 +83,7 @@ class Stack:
             "drain_s": 5.0,
         }
         config = RouterConfig(**{**settings, **self._settings})
-        self.router = await open_router(config, tokenizer=_tokenizer(self.model))
+        self.router = open_router(config, tokenizer=_tokenizer(self.model))
 
     def _all_known(self) -> bool:
         known = {w.address: w for w in self.router.service.fleet.linked()}
@@ -91,15 +106,13 @@ class Stack:
             if kind is None:
                 self.check_idle()
         finally:
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join()
-            self._loop.close()
+            self._end_thread()
 
     async def _close_workers(self) -> None:
         for worker in self.workers:
             await worker.stop()
 
-    # --- for tests ---------------------------------------------------------------------------------------------
+    # --- for tests --------------------------------------------------------------------------------
 
     @property
     def url(self) -> str:
@@ -130,7 +143,7 @@ class Stack:
 
         async def wait() -> None:
             with anyio.fail_after(within_s):
-                while not condition():
+                while not condition():  # noqa: ASYNC110 - conditions on several objects
                     await anyio.sleep(0.002)
 
         self.call(wait)

@@ -165,7 +165,7 @@ def test_any_order_of_facts_keeps_the_invariants(
         assert fleet.is_ready() == bool(fleet.decode_workers())
 
 
-# --- routing -----------------------------------------------------------------------------------------------------
+# --- routing --------------------------------------------------------------------------------------
 
 
 def test_b110_ties_go_round() -> None:

@@ -42,7 +42,7 @@ class Client:
         with pytest.raises(grpc.RpcError) as found:
             list(self.stream(request))
         call: Any = found.value
-        trailing = {key: value for key, value in call.trailing_metadata()}
+        trailing = dict(call.trailing_metadata())
         return call.code().name, str(trailing.get("tandem-code"))
 
 

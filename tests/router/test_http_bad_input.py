@@ -47,7 +47,7 @@ def post(stack: Stack, body: bytes, **headers: str) -> httpx.Response:
     return stack.http.post("/v1/completions", content=body, headers=given)
 
 
-# --- token ids ---------------------------------------------------------------------------------------------------
+# --- token ids ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_b24_five_thousand_biases(stack: Stack) -> None:
     assert len(set(forced["choices"][0]["logprobs"]["tokens"])) == 1
 
 
-# --- prompts -----------------------------------------------------------------------------------------------------
+# --- prompts --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("prompt", ["", [""], [[]], ["a", ""]])
@@ -153,7 +153,7 @@ def test_a_prompt_that_can_never_fit_the_pool(model_dir: Path) -> None:
         assert small.chat(ignore_eos=True).json()["usage"]["total_tokens"] == 64
 
 
-# --- parameters --------------------------------------------------------------------------------------------------
+# --- parameters -----------------------------------------------------------------------------------
 
 RANGES: dict[str, tuple[list[Any], list[Any]]] = {
     "temperature": ([0, -0.0, 1e-12, 1e-4, 1, 2], [-1, 2.0001, 1e308]),
@@ -256,7 +256,7 @@ def test_k3_unknown_field(stack: Stack) -> None:
     assert refused(stack.chat(stream=True, stream_options={"x": 1}))["param"] == "stream_options.x"
 
 
-# --- bodies ------------------------------------------------------------------------------------------------------
+# --- bodies ---------------------------------------------------------------------------------------
 
 BROKEN = [
     b"",
@@ -389,7 +389,7 @@ def test_unknown_model(stack: Stack, model: str) -> None:
     assert refused(stack.complete(model=model), 404)["code"] == "model_not_found"
 
 
-# --- size --------------------------------------------------------------------------------------------------------
+# --- size -----------------------------------------------------------------------------------------
 
 
 def test_b41_a_huge_body_is_refused_before_it_is_read(stack: Stack) -> None:

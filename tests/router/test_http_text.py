@@ -43,7 +43,7 @@ def both_ways(stack: Stack, **fields: Any) -> tuple[str, str, int]:
     return choice["text"], choice["finish_reason"], whole["usage"]["completion_tokens"]
 
 
-# --- stop strings ------------------------------------------------------------------------------------------------
+# --- stop strings ---------------------------------------------------------------------------------
 
 
 def test_b01_b02_every_cut_of_a_story_stops_exactly_before_it(story: Stack) -> None:
@@ -125,7 +125,7 @@ def test_b36_a_thousand_stops(story: Stack) -> None:
     assert STORY.startswith(text)
 
 
-# --- text --------------------------------------------------------------------------------------------------------
+# --- text -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("prompt", K1)
@@ -151,7 +151,7 @@ def test_b131_a_leading_space_is_kept(story: Stack, stack: Stack) -> None:
     assert stack.complete(" world", max_tokens=1).json()["choices"][0]["text"] == " world"
 
 
-# --- chunks and usage --------------------------------------------------------------------------------------------
+# --- chunks and usage -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("n", [1, 2])
@@ -186,10 +186,7 @@ def test_b07_stream_options_need_stream(stack: Stack) -> None:
 
 def test_the_first_chat_chunk_has_the_role_and_content_follows(stack: Stack) -> None:
     chunks = events(stack.chat(stream=True, max_tokens=3))
-    assert [chunk["choices"][0]["delta"] for chunk in chunks][0] == {
-        "role": "assistant",
-        "content": "",
-    }
+    assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
     assert chunks[-1]["choices"][0]["delta"] == {}
 
 
@@ -318,7 +315,7 @@ def test_cached_tokens_come_from_the_worker(model_dir: Path) -> None:
         assert usage["prompt_tokens_details"] == {"cached_tokens": 2}
 
 
-# --- logprobs ----------------------------------------------------------------------------------------------------
+# --- logprobs -------------------------------------------------------------------------------------
 
 
 def test_chat_logprobs(stack: Stack) -> None:
@@ -349,7 +346,7 @@ def test_b37_top_logprobs_need_logprobs(stack: Stack) -> None:
     assert stack.chat(top_logprobs=2).status_code == 400
 
 
-# --- the official client -----------------------------------------------------------------------------------------
+# --- the official client --------------------------------------------------------------------------
 
 
 def test_openai_client(client: openai.OpenAI, stack: Stack) -> None:

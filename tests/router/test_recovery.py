@@ -1,4 +1,6 @@
-"""Workers that fail under way: the client sees a pause, or a clean error; never a lost or doubled token."""
+"""Workers that fail under way: the client sees a pause, or a clean error; never a lost or doubled
+token.
+"""
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor

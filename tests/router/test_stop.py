@@ -1,5 +1,6 @@
 """Stop strings over text in pieces: nothing of a stop leaks, nothing else is held back."""
 
+import itertools
 import time
 
 from hypothesis import given
@@ -40,7 +41,7 @@ def test_b01_b02_text_ends_just_before_the_stop_however_it_is_cut_into_pieces(
     text: str, stops: list[str], cuts: list[int]
 ) -> None:
     edges = sorted({0, len(text), *(min(cut, len(text)) for cut in cuts)})
-    pieces = [text[a:b] for a, b in zip(edges, edges[1:], strict=False)]
+    pieces = [text[a:b] for a, b in itertools.pairwise(edges)]
     before, stop = expected(text, stops)
     out, is_stopped = run(pieces, stops)
     assert "".join(out) == before
