@@ -1,0 +1,152 @@
+"""What every transport must do, tried on the in-process one and on NIXL; and what only processes can show."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any
+
+import pytest
+
+from common.errors import PullFailed
+from common.messages import LinkReply
+from common.scheduling.plan import PageKind
+from common.wire import decode
+from kvtransfer.memory_transport import MemoryFabric, MemoryTransport
+from kvtransfer.nixl_transport import NixlTransport
+from kvtransfer.transport import PageRead, ReadEnd, Transport
+from tests.kvtransfer.source_process import arena, filled_pool, reply_of
+
+Pair = tuple[Transport, LinkReply, Any]
+
+
+async def memory_pair() -> Pair:
+    fabric = MemoryFabric()
+    source = MemoryTransport(fabric, "source", filled_pool(), arena(0, 0))
+    landing = arena(8, 4)
+    reader = MemoryTransport(fabric, "reader", arena(1, 1), landing)
+    address = source.describe()
+    reply = LinkReply(
+        incarnation="source",
+        numeric_incarnation=1,
+        layout="",
+        layout_fingerprint=b"",
+        agent_name=address.agent_name,
+        agent_metadata=address.agent_metadata,
+        pages=address.pages,
+    )
+    return reader, reply, landing
+
+
+async def nixl_pair() -> Pair:
+    source = NixlTransport("contract-source", filled_pool(), arena(0, 0))
+    landing = arena(8, 4)
+    reader = NixlTransport("contract-reader", arena(1, 1), landing)
+    await source.open()
+    await reader.open()
+    return reader, reply_of(source, "contract-source"), landing
+
+
+def packed(block_id: int, slot: int) -> PageRead:
+    return PageRead(kind=PageKind.PACKED, block_id=block_id, slot=(PageKind.PACKED, slot))
+
+
+def exact(block_id: int, slot: int) -> PageRead:
+    return PageRead(kind=PageKind.EXACT, block_id=block_id, slot=(PageKind.EXACT, slot))
+
+
+@pytest.mark.parametrize("make", [memory_pair, nixl_pair])
+def test_contract(make: Callable[[], Awaitable[Pair]]) -> None:
+    async def main() -> None:
+        reader, reply, landing = await make()
+        with pytest.raises(PullFailed):
+            reader.read(reply.incarnation, [packed(0, 0)])
+        await asyncio.gather(*(reader.link(reply) for _ in range(4)))  # a repeat is a no-op
+        read = reader.read(reply.incarnation, [packed(5, 0), packed(63, 7), exact(3, 2)])
+        assert await read.wait() is ReadEnd.DONE
+        assert await read.wait() is ReadEnd.DONE, "it may be waited for again"
+        assert landing.packed[0].unique().tolist() == [5]
+        assert landing.packed[7].unique().tolist() == [63]
+        assert landing.exact[2].unique().tolist() == [103]
+        assert landing.packed[1:7].unique().tolist() == [0], "nothing else was touched"
+        assert landing.exact[[0, 1, 3]].unique().tolist() == [0]
+        reader.unlink(reply.incarnation)
+        with pytest.raises(PullFailed):
+            reader.read(reply.incarnation, [packed(0, 0)])
+        await reader.link(reply)
+        assert await reader.read(reply.incarnation, [packed(9, 1)]).wait() is ReadEnd.DONE
+        assert landing.packed[1].unique().tolist() == [9]
+        await reader.close()
+
+    asyncio.run(main())
+
+
+@pytest.fixture
+def source_process() -> Iterator[Callable[..., tuple["subprocess.Popen[bytes]", LinkReply]]]:
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start(incarnation: str, **environment: str) -> tuple["subprocess.Popen[bytes]", LinkReply]:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tests.kvtransfer.source_process", incarnation],
+            stdout=subprocess.PIPE,
+            env={**os.environ, **environment},
+        )
+        started.append(process)
+        assert process.stdout is not None
+        reply = decode(bytes.fromhex(process.stdout.readline().decode()))
+        assert isinstance(reply, LinkReply)
+        return process, reply
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+def test_a_page_that_the_source_does_not_have_is_never_asked_for() -> None:
+    async def main() -> None:
+        reader, reply, _ = await nixl_pair()
+        await reader.link(reply)
+        for page in (packed(64, 0), packed(-1, 0), exact(16, 0)):
+            with pytest.raises(PullFailed, match="not in the prefill worker's pool"):
+                reader.read(reply.incarnation, [page])
+        await reader.close()
+
+    asyncio.run(main())
+
+
+def test_b58_a_killed_source_is_noticed_and_its_next_life_is_linked_anew(source_process: Any) -> None:
+    async def main() -> None:
+        landing = arena(8, 4)
+        reader = NixlTransport("b58-reader", arena(1, 1), landing)
+        await reader.open()
+        for life in range(3):
+            process, reply = source_process(f"b58-life-{life}")
+            await reader.link(reply)
+            assert await reader.read(reply.incarnation, [packed(7, 0)]).wait() is ReadEnd.DONE
+            assert landing.packed[0].unique().tolist() == [7]
+            landing.packed.zero_()
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+            end = ReadEnd.DONE
+            for _ in range(100):
+                try:
+                    end = await asyncio.wait_for(
+                        reader.read(reply.incarnation, [packed(7, 0)]).wait(), timeout=5
+                    )
+                except PullFailed:
+                    break  # known to be gone
+                if end is ReadEnd.DISCONNECTED:
+                    break
+                await asyncio.sleep(0.02)
+            assert end is not ReadEnd.UNKNOWN
+            with pytest.raises(PullFailed):
+                reader.read(reply.incarnation, [packed(7, 0)])
+            reader.unlink(reply.incarnation)
+        await reader.close()
+
+    asyncio.run(main())
