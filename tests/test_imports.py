@@ -1,6 +1,7 @@
 """The import table of the design: which folder may import which, and where torch lives."""
 
 import ast
+import sys
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
@@ -10,6 +11,14 @@ import pytest
 from common.config import COMMANDS
 
 ROOT = Path(__file__).resolve().parent.parent
+
+DISTRIBUTIONS = {
+    "google": "protobuf",
+    "grpc": "grpcio",
+    "grpc_health": "grpcio-health-checking",
+    "grpc_reflection": "grpcio-reflection",
+}
+"""Where an import is named unlike its distribution."""
 
 PRODUCT = ("common", "kvtransfer", "prefill_worker", "decode_worker", "router")
 OURS = {*PRODUCT, "simulator", "bench", "tandem"}
@@ -71,18 +80,31 @@ def test_a_library_is_imported_only_where_it_lives(library: str) -> None:
     assert {path for path in importers if not path.startswith(LIVES_IN[library])} == set()
 
 
-def test_the_router_reaches_no_torch() -> None:
-    """Follows imports from router/ through common/; a path to torch is shown as a chain."""
-    seen: dict[Path, str] = {path: str(path.relative_to(ROOT)) for path in sources("router")}
+def reached(*folders: str) -> dict[Path, str]:
+    """Every file of ours that the folders import, at any depth, with the chain that leads there."""
+    seen = {path: str(path.relative_to(ROOT)) for path in sources(*folders)}
     waiting = list(seen)
     while waiting:
         path = waiting.pop()
         for module in imported(path):
-            assert module.split(".")[0] not in ("torch", "triton", "numba"), seen[path]
             target = source_of(module)
             if target is not None and target not in seen:
                 seen[target] = f"{seen[path]} -> {target.relative_to(ROOT)}"
                 waiting.append(target)
+    return seen
+
+
+def test_the_router_reaches_only_what_its_image_installs() -> None:
+    """Neither torch nor anything else that is not in locks/router.in."""
+    lines = (ROOT / "locks" / "router.in").read_text(encoding="utf-8").splitlines()
+    installed = {line.split(">")[0] for line in lines}
+    needed = {
+        (DISTRIBUTIONS.get(top, top.replace("_", "-")), chain)
+        for path, chain in reached("router").items()
+        for top in (module.split(".")[0] for module in imported(path))
+        if top not in OURS and top not in sys.stdlib_module_names
+    }
+    assert {(name, chain) for name, chain in needed if name not in installed} == set()
 
 
 def source_of(module: str) -> Path | None:
