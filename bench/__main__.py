@@ -1,4 +1,6 @@
-"""`python -m bench [serve] [handoff]`: tables on stdout, the same as JSON with --json. Exit code 1 when a bound is missed."""
+"""`python -m bench [serve] [handoff]`: tables on stdout, the same as JSON with --json. Exit code 1
+when a bound is missed.
+"""
 
 import argparse
 import json
@@ -17,7 +19,9 @@ TARGETS = ("serve", "handoff")
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench", allow_abbrev=False)
-    parser.add_argument("targets", nargs="*", choices=[*TARGETS, []], help=f"default: {' '.join(TARGETS)}")
+    parser.add_argument(
+        "targets", nargs="*", choices=[*TARGETS, []], help=f"default: {' '.join(TARGETS)}"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the numbers here")
     options = parser.parse_args()
     results: dict[str, Any] = {}
@@ -31,11 +35,19 @@ def main() -> int:
 
 def print_serve(console: Console) -> list[dict[str, Any]]:
     title = (
-        f"{serve.NUM_REQUESTS} requests, {serve.PROMPT_TOKENS} tokens in, {serve.OUTPUT_TOKENS} out, "
-        f"{serve.CONCURRENCY} at a time"
+        f"{serve.NUM_REQUESTS} requests, {serve.PROMPT_TOKENS} tokens in, "
+        f"{serve.OUTPUT_TOKENS} out, {serve.CONCURRENCY} at a time"
     )
     table = Table(title=title)
-    for name in ("fleet", "wall s", "requests/s", "output tokens/s", "TTFT s", "ITL ms", "exposed transfer ms"):
+    for name in (
+        "fleet",
+        "wall s",
+        "requests/s",
+        "output tokens/s",
+        "TTFT s",
+        "ITL ms",
+        "exposed transfer ms",
+    ):
         table.add_column(name, justify="left" if name == "fleet" else "right")
     rows = serve.run()
     for row in rows:
@@ -55,7 +67,9 @@ def print_serve(console: Console) -> list[dict[str, Any]]:
 
 
 def print_handoff(console: Console) -> list[dict[str, Any]]:
-    table = Table(title=f"a prompt of {handoff.PROMPT_TOKENS} tokens, chunks of {handoff.CHUNK_TOKENS}")
+    table = Table(
+        title=f"a prompt of {handoff.PROMPT_TOKENS} tokens, chunks of {handoff.CHUNK_TOKENS}"
+    )
     for name in ("", "measured", "bound", "holds"):
         table.add_column(name, justify="left" if not name else "right")
     checks = handoff.run()

@@ -1,7 +1,9 @@
-"""One prompt of 4,096 tokens in chunks of 512 through 1 prefill + 1 decode worker: is the hand-off visible?
+"""One prompt of 4,096 tokens in chunks of 512 through 1 prefill + 1 decode worker: is the hand-off
+visible?
 
-Checks, each printed with its bound: exposed transfer as a share of TTFT, the gap between the first two
-tokens against the median gap, when pages were verified, bytes on the hand-off stream, bytes pulled.
+Checks, each printed with its bound: exposed transfer as a share of TTFT, the gap between the first
+two tokens against the median gap, when pages were verified, bytes on the hand-off stream, bytes
+pulled.
 """
 
 from dataclasses import dataclass
@@ -55,7 +57,12 @@ def run(*arguments: str) -> list[Check]:
             bound=1.2,
             unit="",
         ),
-        Check(name="chunks whose pages were verified after chunk k+2 began", measured=late, bound=0, unit=""),
+        Check(
+            name="chunks whose pages were verified after chunk k+2 began",
+            measured=late,
+            bound=0,
+            unit="",
+        ),
         Check(
             name="hand-off stream",
             measured=used["handoff_stream_bytes"],

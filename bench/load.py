@@ -25,7 +25,9 @@ class Seen:
 
     @property
     def gaps_s(self) -> list[float]:
-        return [later - earlier for earlier, later in zip(self.tokens, self.tokens[1:], strict=False)]
+        return [
+            later - earlier for earlier, later in zip(self.tokens, self.tokens[1:], strict=False)
+        ]
 
 
 def random_prompt(num_tokens: int, seed: int) -> list[int]:
@@ -44,7 +46,9 @@ async def _run(
     url: str, model: str, prompts: Sequence[Sequence[int]], output_tokens: int, concurrency: int
 ) -> tuple[list[Seen], float]:
     places = asyncio.Semaphore(concurrency)
-    async with httpx.AsyncClient(base_url=url, timeout=600, limits=httpx.Limits(max_connections=None)) as http:
+    async with httpx.AsyncClient(
+        base_url=url, timeout=600, limits=httpx.Limits(max_connections=None)
+    ) as http:
 
         async def one(prompt: Sequence[int]) -> Seen:
             async with places:

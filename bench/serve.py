@@ -1,8 +1,10 @@
-"""32 requests of 512 tokens in and 64 out, 16 at a time: 1 prefill + 1 decode worker, and one colocated.
+"""32 requests of 512 tokens in and 64 out, 16 at a time: 1 prefill + 1 decode worker, and one
+colocated.
 
-The two-worker fleet has one thread per worker, the colocated worker has all of them, as `tandem serve`
-divides the cores. On a machine with few cores the split fleet must lose throughput: its two halves are
-rarely busy at once. What it shows there is the cost of the hand-off, which should be nothing.
+The two-worker fleet has one thread per worker, the colocated worker has all of them, as `tandem
+serve` divides the cores. On a machine with few cores the split fleet must lose throughput: its two
+halves are rarely busy at once. What it shows there is the cost of the hand-off, which should be
+nothing.
 """
 
 from dataclasses import dataclass
@@ -56,7 +58,9 @@ def measure(name: str, arguments: tuple[str, ...]) -> Row:
 
 
 def exposed_transfers(served: Serving) -> list[float]:
-    """From the first token's arrival at the decode worker until the last page was usable, per request."""
+    """From the first token's arrival at the decode worker until the last page was usable, per
+    request.
+    """
     arrived: dict[Any, float] = {}
     found: list[float] = []
     for event in served.events():

@@ -1,4 +1,6 @@
-"""`tandem serve` as a user starts it: real processes, the demo model, NIXL. Used by benches and by tests/system."""
+"""`tandem serve` as a user starts it: real processes, the demo model, NIXL. Used by benches and by
+tests/system.
+"""
 
 import contextlib
 import json
@@ -48,12 +50,15 @@ class Serving:
         return total
 
     def wait_until_at_rest(self, within_s: float = 5.0) -> None:
-        """Nothing runs, nothing waits, every page is free or cached; by the fleet view and by the gauges."""
+        """Nothing runs, nothing waits, every page is free or cached; by the fleet view and by the
+        gauges.
+        """
 
         def is_at_rest() -> bool:
             return all(
                 worker["running"] == worker["waiting"] == worker["blocks"]["held"] == 0
-                and worker["blocks"]["free"] + worker["blocks"]["cached"] == worker["blocks"]["total"]
+                and worker["blocks"]["free"] + worker["blocks"]["cached"]
+                == worker["blocks"]["total"]
                 for worker in self.fleet()
             )
 

@@ -5,9 +5,22 @@ Without a file events cost one call and are dropped.
 """
 
 import json
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import IO
 
 from common.clock import Clock
+from common.errors import ConfigError
+
+
+def open_events(path: str | None) -> AbstractContextManager[IO[str] | None]:
+    """The file to append to; without a path, none. Raises ConfigError."""
+    if path is None:
+        return nullcontext()
+    try:
+        return Path(path).open("a", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--event-log {path}: {error.strerror}") from error
 
 
 class EventLog:

@@ -208,7 +208,8 @@ class Failed:
 @wire_message
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HandoffRequest:
-    """First message of a hand-off. The receiver already holds the leading `num_held_blocks` blocks."""
+    """First message of a hand-off. The receiver already holds the leading `num_held_blocks` blocks.
+    """
 
     request: GenerateRequest
     incarnation: str

@@ -23,7 +23,7 @@ from common.engine.runner import ModelRunner
 from common.engine.start import EngineDevice, Sizes, open_runner, plan_memory
 from common.engine.weights import model_fingerprint
 from common.errors import ConfigError, TandemError
-from common.events import EventLog
+from common.events import EventLog, open_events
 from common.model_config import ModelConfig
 from common.rpc import Handler, serve
 from common.scheduling.kv_cache import KvCache
@@ -93,15 +93,12 @@ def run_worker(config: WorkerConfig, assemble: Assemble) -> int:
 async def _run(config: WorkerConfig, assemble: Assemble) -> None:
     metrics = WorkerMetrics()
     metrics_server = serve_metrics(config.metrics, metrics.registry)
-    events_file = open(config.event_log, "a", encoding="utf-8") if config.event_log else None
     try:
-        with DeviceThread(config.role) as thread:
+        with DeviceThread(config.role) as thread, open_events(config.event_log) as events_file:
             parts = await _open(config, thread, metrics, metrics_server, events_file)
             await _serve(config, parts, assemble)
     finally:
         metrics_server.close()
-        if events_file is not None:
-            events_file.close()
 
 
 async def _open(
@@ -123,7 +120,8 @@ async def _open(
         metrics=f"http://{join_address(host, metrics_server.port)}/metrics",
         model_fingerprint=model_fingerprint(config.model),
         layout=f"{config.kv_codec}, blocks of {config.block_size}, {model.num_layers} layers, "
-        f"{model.num_kv_heads} KV heads of {model.head_dim}, layout {runner.layout_fingerprint.hex()[:12]}",
+        f"{model.num_kv_heads} KV heads of {model.head_dim}, "
+        f"layout {runner.layout_fingerprint.hex()[:12]}",
         layout_fingerprint=runner.layout_fingerprint,
         block_size=config.block_size,
         max_model_len=sizes.max_model_len,

@@ -3,7 +3,7 @@
 Life of a request:
 
     add -> WAITING -> admit -> ADMITTED -> route_remote -> REMOTE -> first_tokens, landed -> RUNNING
-                                        -> route_local  -> LOCAL  -> (chunks in the plan)  -> RUNNING
+                                        -> route_local  -> LOCAL  -> (chunks, steps)      -> RUNNING
 
 Blocks for the whole prompt are taken on admission, so a pull never waits for memory. A running
 request takes a page when its open block is full; when none is left, the youngest running request of
@@ -208,14 +208,14 @@ class BatchScheduler:
         total = request.num_prompt_tokens + sampling.max_tokens
         if total > self._max_model_len:
             raise ContextLengthExceeded(
-                f"prompt ({request.num_prompt_tokens} tokens) and max_tokens ({sampling.max_tokens}) exceed "
-                f"the context of {self._max_model_len} tokens"
+                f"prompt ({request.num_prompt_tokens} tokens) and max_tokens "
+                f"({sampling.max_tokens}) exceed the context of {self._max_model_len} tokens"
             )
         pages = self._most_pages(request, total)
         if not self._cache.fits(pages) or sampling.n > self._max_num_seqs:
             raise PromptTooLargeForPool(
-                f"prompt ({request.num_prompt_tokens} tokens), max_tokens ({sampling.max_tokens}) and "
-                f"n ({sampling.n}) can never fit this worker's KV pool "
+                f"prompt ({request.num_prompt_tokens} tokens), max_tokens "
+                f"({sampling.max_tokens}) and n ({sampling.n}) can never fit this worker's KV pool "
                 f"({self._cache.max_tokens} tokens, {self._max_num_seqs} outputs)"
             )
         if len(self._waiting) >= self._max_waiting:

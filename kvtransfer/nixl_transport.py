@@ -25,8 +25,13 @@ os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
 
 import numpy as np
 import torch
-import nixl_cu12._bindings as bindings
-from nixl_cu12._api import nixl_agent, nixl_agent_config
+
+if torch.version.cuda is not None and torch.version.cuda.startswith("13"):
+    import nixl_cu13._bindings as bindings
+    from nixl_cu13._api import nixl_agent, nixl_agent_config
+else:
+    import nixl_cu12._bindings as bindings
+    from nixl_cu12._api import nixl_agent, nixl_agent_config
 
 from common.errors import ConfigError, PullFailed
 from common.messages import LinkReply
@@ -158,7 +163,7 @@ class NixlTransport:
                 )
         except Exception as error:
             raise ConfigError(
-                f"NIXL cannot start with UCX_TLS={os.environ.get('UCX_TLS', '(default)')}: {error}. "
+                f"NIXL cannot start: {error} (UCX_TLS is {os.environ.get('UCX_TLS', 'not set')}). "
                 "Allow a lane that reports peer failure, for example UCX_TLS=tcp,self"
             ) from error
         self._address = PoolAddress(
@@ -306,7 +311,7 @@ class NixlTransport:
         return await future
 
 
-class _PacedAgent(nixl_agent):  # type: ignore[misc]
+class _PacedAgent(nixl_agent):  # type: ignore[misc,unused-ignore]
     """An agent whose progress thread pauses between rounds.
 
     NIXL's Python class fixes the pause at 0, with which that thread keeps one core busy for ever,
@@ -337,14 +342,22 @@ def _text(name: Any) -> str:
 
 
 def _resolve(future: "asyncio.Future[Any]", value: Any) -> None:
-    _from_thread(future, lambda: future.done() or future.set_result(value))
+    def settle() -> None:
+        if not future.done():
+            future.set_result(value)
+
+    _from_thread(future, settle)
 
 
 def _reject(future: "asyncio.Future[Any]", error: Exception) -> None:
-    _from_thread(future, lambda: future.done() or future.set_exception(error))
+    def settle() -> None:
+        if not future.done():
+            future.set_exception(error)
+
+    _from_thread(future, settle)
 
 
-def _from_thread(future: "asyncio.Future[Any]", callback: Callable[[], Any]) -> None:
+def _from_thread(future: "asyncio.Future[Any]", callback: Callable[[], None]) -> None:
     loop = future.get_loop()
     if not loop.is_closed():
         loop.call_soon_threadsafe(callback)

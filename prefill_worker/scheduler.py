@@ -92,7 +92,8 @@ class PrefillScheduler:
         """
         if prompt.num_tokens > self._max_model_len:
             raise ContextLengthExceeded(
-                f"the prompt has {prompt.num_tokens} tokens, this worker's context is {self._max_model_len}"
+                f"the prompt has {prompt.num_tokens} tokens, this worker's context is "
+                f"{self._max_model_len}"
             )
         if prompt.num_tokens > self._cache.max_tokens:
             raise PromptTooLargeForPool(

@@ -1,7 +1,7 @@
 """The prefill worker's shell: hand-off streams on one side, the device on the other, the scheduler
 between.
 
-    Handoff stream -> add -> [plan -> device -> apply] -> facts -> HandoffSource -> actions -> stream
+    Handoff stream -> add -> [plan, device, apply] -> facts -> HandoffSource -> actions -> stream
 
 Each stream has one `HandoffSource`; its actions are performed here, at once and in order. The
 stream's end, however it comes about, ends the source, and that frees.
@@ -215,7 +215,8 @@ class PrefillService:
         """Puts the prompt in line. Raises when it can never be computed here."""
         request = message.request
         self._num_handoffs += 1
-        key = f"{request.request_id}#{self._num_handoffs}"  # a retry may come before its first try is forgotten
+        # numbered, since a retry may come before its first try is forgotten
+        key = f"{request.request_id}#{self._num_handoffs}"
         token_ids = unpack_tokens(request.token_ids)
         if not len(token_ids):
             raise MalformedMessage("a prompt has at least one token")

@@ -3,8 +3,9 @@
     with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
         runner.run(main())                        # hours of sleeps and timeouts pass in no time
 
-Everything that takes its time from the loop (asyncio, anyio) is deterministic on it, as long as no thread and no socket
-takes part. When nothing can ever happen any more, `Deadlock` is raised instead of hanging.
+Everything that takes its time from the loop (asyncio, anyio) is deterministic on it, as long as no
+thread and no socket takes part. When nothing can ever happen any more, `Deadlock` is raised instead
+of hanging.
 """
 
 import asyncio

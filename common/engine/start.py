@@ -71,7 +71,8 @@ def plan_memory(config: WorkerConfig, model: ModelConfig) -> Sizes:
     device = _device(config)
     if config.max_model_len is not None and config.max_model_len > model.max_position_embeddings:
         raise ConfigError(
-            f"--max-model-len is {config.max_model_len}, the model has {model.max_position_embeddings} positions"
+            f"--max-model-len is {config.max_model_len}, the model has "
+            f"{model.max_position_embeddings} positions"
         )
     layout = page_layout(config, model)
     num_blocks = config.kv_blocks or _default_blocks(config, layout, device)
@@ -141,7 +142,5 @@ def _default_blocks(config: WorkerConfig, layout: PageLayout, device: str) -> in
     exact = (2 * config.max_num_seqs + 2) * layout.exact_page_bytes
     num_blocks = (budget - exact) // (layout.packed_page_bytes + layout.exact_page_bytes // 16)
     if num_blocks < 64:
-        raise ConfigError(
-            "the GPU has too little memory for this model; lower --max-num-seqs or take a larger one"
-        )
+        raise ConfigError("the GPU has too little memory for this model; lower --max-num-seqs")
     return num_blocks

@@ -110,12 +110,11 @@ class PromptQueue:
         for _, prompt in self._order:
             if budget <= 0 or blocked > MAX_TRIED:
                 break
-            if prompt.table is None:
-                if not self._start(prompt):
-                    blocked += 1
-                    if now - prompt.arrival > MAX_OVERTAKEN_S:
-                        break
-                    continue
+            if prompt.table is None and not self._start(prompt):
+                blocked += 1
+                if now - prompt.arrival > MAX_OVERTAKEN_S:
+                    break
+                continue
             num_tokens = self._chunk_tokens(prompt, budget)
             if num_tokens == 0:
                 break

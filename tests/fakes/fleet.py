@@ -1,5 +1,5 @@
-"""A fleet inside one process, on the in-process transport and memory streams: real schedulers, real services, real
-hand-off; only the model, the network and (on a VirtualTimeLoop) time are not.
+"""A fleet inside one process, on the in-process transport and memory streams: real schedulers, real
+services, real hand-off; only the model, the network and (on a VirtualTimeLoop) time are not.
 
     async with fleet(num_prefill=1, num_decode=1) as f:
         outputs = await f.client().generate(prompt, max_tokens=20)
@@ -146,7 +146,9 @@ class Fleet:
             metrics="",
             model_fingerprint=s.get("model_fingerprint", MODEL_FINGERPRINT),
             layout=f"test layout of {address}",
-            layout_fingerprint=s.get("layout_fingerprint", getattr(runner, "layout_fingerprint", LAYOUT_FINGERPRINT)),
+            layout_fingerprint=s.get(
+                "layout_fingerprint", getattr(runner, "layout_fingerprint", LAYOUT_FINGERPRINT)
+            ),
             block_size=block_size,
             max_model_len=MAX_MODEL_LEN,
         )
@@ -168,7 +170,13 @@ class Fleet:
         return worker
 
     def _prefill(
-        self, role: Role, address: str, s: dict[str, Any], parts: dict[str, Any], transport: Any, _: int
+        self,
+        role: Role,
+        address: str,
+        s: dict[str, Any],
+        parts: dict[str, Any],
+        transport: Any,
+        _: int,
     ) -> Worker:
         scheduler = PrefillScheduler(
             parts["cache"], chunk_tokens=s.get("chunk_tokens", 64), max_model_len=MAX_MODEL_LEN
@@ -191,7 +199,13 @@ class Fleet:
         )
 
     def _decode(
-        self, role: Role, address: str, s: dict[str, Any], parts: dict[str, Any], transport: Any, num_landing: int
+        self,
+        role: Role,
+        address: str,
+        s: dict[str, Any],
+        parts: dict[str, Any],
+        transport: Any,
+        num_landing: int,
     ) -> Worker:
         scheduler = BatchScheduler(
             parts["cache"],
@@ -283,7 +297,9 @@ class Outputs:
 
 
 class Client:
-    """One session with a decode worker, in the router's place: routes every request to one prefill worker."""
+    """One session with a decode worker, in the router's place: routes every request to one prefill
+    worker.
+    """
 
     def __init__(self, fleet: Fleet, decode: str, prefill: str | None) -> None:
         self._fleet = fleet
@@ -296,7 +312,9 @@ class Client:
 
     async def begin(self) -> None:
         self._has_begun = True
-        await self.stream.send(Hello(router_id="test", incarnation=self._worker.identity.incarnation))
+        await self.stream.send(
+            Hello(router_id="test", incarnation=self._worker.identity.incarnation)
+        )
         self._fleet.group.start_soon(self._receive)
 
     async def submit(

@@ -1,8 +1,9 @@
 """A model without a matrix: it answers by hashing the KV that it finds in its pages.
 
-The KV of a token is eight bytes made from the token and its position. The next token is a hash of all KV bytes that the
-block table leads to, so a missing, stale, foreign or torn page gives other tokens than `expected_tokens`, as surely as a
-real model would, and for free. Pages carry the real tags (common/pages.py).
+The KV of a token is eight bytes made from the token and its position. The next token is a hash of
+all KV bytes that the block table leads to, so a missing, stale, foreign or torn page gives other
+tokens than `expected_tokens`, as surely as a real model would, and for free. Pages carry the real
+tags (common/pages.py).
 """
 
 import hashlib
@@ -168,19 +169,18 @@ class HashRunner:
         self._store(open_page, output, position)
         if block > 0 and offset == self._block_size - 1:
             self.pool.packed[output.block_ids[block], :-TAG_BYTES] = open_page[:-TAG_BYTES]
-        token = next_token(
-            self._read(output, position + 1), output.sampling, output.output_index
-        )
+        token = next_token(self._read(output, position + 1), output.sampling, output.output_index)
         output.token_ids.append(token)
         return token
 
     def _page(self, output: _Output, block: int, *, is_sealed: bool) -> NDArray[np.uint8]:
-        if block == 0:
-            return self.pool.exact[output.block_ids[0]]
-        if is_sealed:
-            return self.pool.packed[output.block_ids[block]]
-        assert output.tail is not None, "no tail"
-        return self.pool.exact[output.tail]
+        if block > 0 and is_sealed:
+            packed: NDArray[np.uint8] = self.pool.packed[output.block_ids[block]]
+            return packed
+        block_id = output.tail if block > 0 else output.block_ids[0]
+        assert block_id is not None, "no tail"
+        exact: NDArray[np.uint8] = self.pool.exact[block_id]
+        return exact
 
     def _store(self, page: NDArray[np.uint8], output: _Output, position: int) -> None:
         offset = position % self._block_size

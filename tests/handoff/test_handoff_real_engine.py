@@ -1,5 +1,5 @@
-"""Criterion: with fp8 pages, one prefill and one decode worker give, to the bit, the token ids of one process that does
-both, for every chunk size and every edge, alone and among others.
+"""Criterion: with fp8 pages, one prefill and one decode worker give, to the bit, the token ids of
+one process that does both, for every chunk size and every edge, alone and among others.
 
 The real engine with the demo model, twice in this process, on the in-process transport.
 """
@@ -89,7 +89,12 @@ def test_a_handoff_gives_the_ids_of_one_process_that_does_both(
     async def main() -> None:
         prompts = [prompt_of(num_tokens, seed) for seed, num_tokens in enumerate(edges(chunk))]
         async with fleet(
-            num_prefill=0, num_decode=0, num_packed=400, num_exact=64, runner=make, chunk_tokens=chunk
+            num_prefill=0,
+            num_decode=0,
+            num_packed=400,
+            num_exact=64,
+            runner=make,
+            chunk_tokens=chunk,
         ) as f:
             p = f.add(Role.PREFILL, "p0")
             d = f.add(Role.DECODE, "d0")

@@ -1,4 +1,6 @@
-"""A pool in a process of its own, for tests of reads across processes: prints its LinkReply, then waits to be killed."""
+"""A pool in a process of its own, for tests of reads across processes: prints its LinkReply, then
+waits to be killed.
+"""
 
 import asyncio
 import sys

@@ -58,7 +58,9 @@ def test_pages_are_announced_in_order_and_let_go_when_taken() -> None:
     source = HandoffSource()
     (send,) = source.on(PagesFinished(pages=(page(0), page(1))))
     assert send == Send(
-        message=PagesReady(first_block=0, kinds=b"\x01\x00", block_ids=(100, 101), generations=(1, 2))
+        message=PagesReady(
+            first_block=0, kinds=b"\x01\x00", block_ids=(100, 101), generations=(1, 2)
+        )
     )
     assert source.on(Taken(blocks=(1,))) == [Release(pages=((PageKind.PACKED, 101),))]
     assert source.on(Taken(blocks=(1, 99))) == [], "a repeat and nonsense are ignored"
@@ -82,7 +84,8 @@ def test_a_lost_stream_aborts_the_prompt_and_late_pages_are_let_go() -> None:
 
 
 class SourceMachine(RuleBasedStateMachine):
-    """Every page that was handed in is given back exactly once, whatever happens in whatever order."""
+    """Every page that was handed in is given back exactly once, whatever happens in whatever order.
+    """
 
     @initialize()
     def start(self) -> None:
@@ -116,7 +119,9 @@ class SourceMachine(RuleBasedStateMachine):
     def taken(self, blocks: list[int]) -> None:
         self.perform(self.source.on(Taken(blocks=tuple(blocks))))
 
-    @rule(fact=st.sampled_from([PeerFinished(), StreamLost(), PromptLost(error=InternalError("x"))]))
+    @rule(
+        fact=st.sampled_from([PeerFinished(), StreamLost(), PromptLost(error=InternalError("x"))])
+    )
     def end(self, fact: Any) -> None:
         self.perform(self.source.on(fact))
 
@@ -212,7 +217,9 @@ def test_a_source_that_is_gone_ends_the_handoff_and_frees_its_slots() -> None:
 
 
 class DestinationMachine(RuleBasedStateMachine):
-    """Two pulls share a small landing zone: no slot is lost or used twice, and nothing completes early."""
+    """Two pulls share a small landing zone: no slot is lost or used twice, and nothing completes
+    early.
+    """
 
     @initialize(num_slots=st.integers(1, 6))
     def start(self, num_slots: int) -> None:
@@ -236,7 +243,9 @@ class DestinationMachine(RuleBasedStateMachine):
                     busy = {p.slot for _, read in self.reads for p in read.pages}
                     for read_page in action.pages:
                         assert read_page.slot not in busy, "two reads write to one slot"
-                        assert read_page.slot not in self.unknown, "a slot that may still be written"
+                        assert read_page.slot not in self.unknown, (
+                            "a slot that may still be written"
+                        )
                     self.reads.append((which, action))
                 case Land():
                     self.lands.append((which, action))

@@ -1,4 +1,6 @@
-"""What every transport must do, tried on the in-process one and on NIXL; and what only processes can show."""
+"""What every transport must do, tried on the in-process one and on NIXL; and what only processes
+can show.
+"""
 
 import asyncio
 import os
@@ -119,7 +121,9 @@ def test_a_page_that_the_source_does_not_have_is_never_asked_for() -> None:
     asyncio.run(main())
 
 
-def test_b58_a_killed_source_is_noticed_and_its_next_life_is_linked_anew(source_process: Any) -> None:
+def test_b58_a_killed_source_is_noticed_and_its_next_life_is_linked_anew(
+    source_process: Any,
+) -> None:
     async def main() -> None:
         landing = arena(8, 4)
         reader = NixlTransport("b58-reader", arena(1, 1), landing)

@@ -1,4 +1,5 @@
-"""The block pool against a naive model, over thousands of random schedules (B83, B95, B96, B142)."""
+"""The block pool against a naive model, over thousands of random schedules (B83, B95, B96, B142).
+"""
 
 import time
 from collections import Counter
@@ -107,7 +108,9 @@ def test_a_released_block_cannot_be_released_again() -> None:
 
 @pytest.mark.parametrize("num_blocks", [1_000, 100_000])
 def test_b142_every_operation_touches_one_block(num_blocks: int) -> None:
-    """Counted, not timed: allocating from a pool of cached blocks forgets exactly the allocated ones."""
+    """Counted, not timed: allocating from a pool of cached blocks forgets exactly the allocated
+    ones.
+    """
     pool = BlockPool(num_blocks)
     for number in range(num_blocks):
         block = pool.allocate()

@@ -115,7 +115,9 @@ def test_a_short_prompt_overtakes_a_long_one_between_chunks() -> None:
 
 
 def test_b139_a_long_prompt_is_overtaken_only_for_a_bounded_time() -> None:
-    """Short prompts keep coming faster than they can be computed; ageing bounds the wait of the long one."""
+    """Short prompts keep coming faster than they can be computed; ageing bounds the wait of the
+    long one.
+    """
     cache = KvCache(num_packed=4000, num_exact=1000, block_size=BLOCK)
     queue = PromptQueue(cache)
 
@@ -273,9 +275,13 @@ def test_finish_rules() -> None:
 
 
 class BatchMachine(RuleBasedStateMachine):
-    """Random requests, routes, aborts and steps on a small pool; every request ends, nothing stays held."""
+    """Random requests, routes, aborts and steps on a small pool; every request ends, nothing stays
+    held.
+    """
 
-    @initialize(num_packed=st.integers(6, 40), chunk=st.sampled_from([4, 8, 16]), colocated=st.booleans())
+    @initialize(
+        num_packed=st.integers(6, 40), chunk=st.sampled_from([4, 8, 16]), colocated=st.booleans()
+    )
     def start(self, num_packed: int, chunk: int, colocated: bool) -> None:
         self.s = batch_scheduler(
             num_packed=num_packed,
@@ -301,7 +307,11 @@ class BatchMachine(RuleBasedStateMachine):
     def add(self, num_tokens: int, max_tokens: int, n: int, shared: bool, priority: int) -> None:
         self.number += 1
         request_id = f"r{self.number}"
-        tokens = list(range(num_tokens)) if shared else [self.number * 100 + k for k in range(num_tokens)]
+        tokens = (
+            list(range(num_tokens))
+            if shared
+            else [self.number * 100 + k for k in range(num_tokens)]
+        )
         try:
             submit(
                 self.s, request_id, 0, self.now, max_tokens, tokens=tokens, n=n, priority=priority
@@ -409,7 +419,9 @@ class PrefillMachine(RuleBasedStateMachine):
 
     @initialize(num_packed=st.integers(6, 40), chunk=st.sampled_from([4, 8, 16]))
     def start(self, num_packed: int, chunk: int) -> None:
-        self.cache = KvCache(num_packed=num_packed, num_exact=max(4, num_packed // 2), block_size=BLOCK)
+        self.cache = KvCache(
+            num_packed=num_packed, num_exact=max(4, num_packed // 2), block_size=BLOCK
+        )
         self.s = PrefillScheduler(self.cache, chunk_tokens=chunk, max_model_len=1000)
         self.now = 0.0
         self.number = 0
@@ -422,7 +434,11 @@ class PrefillMachine(RuleBasedStateMachine):
     def add(self, num_tokens: int, held: int, shared: bool) -> None:
         self.number += 1
         key = f"r{self.number}"
-        tokens = list(range(num_tokens)) if shared else [self.number * 100 + k for k in range(num_tokens)]
+        tokens = (
+            list(range(num_tokens))
+            if shared
+            else [self.number * 100 + k for k in range(num_tokens)]
+        )
         chain = chain_of(tokens)
         prompt = Prompt(
             key=key,

@@ -31,7 +31,9 @@ def test_ctrl_c_drains_and_leaves_no_process() -> None:
 
 
 def test_a_worker_that_dies_is_reported_with_its_exit_code_and_the_others_go_on() -> None:
-    with serving("--kv-blocks", "128", "--prefill", "1", "--decode", "1", "--colocated", "1") as running:
+    with serving(
+        "--kv-blocks", "128", "--prefill", "1", "--decode", "1", "--colocated", "1"
+    ) as running:
         client(running).chat.completions.create(model=running.model, messages=PARIS, max_tokens=5)
         os.kill(running.worker("decode")["pid"], signal.SIGKILL)
         assert wait_for(

@@ -2,16 +2,19 @@
 
 import json
 import random
-import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import openai
 import pytest
+from openai.types.chat import ChatCompletionMessageParam
 
 from bench.serving import Serving, wait_for
 
-PARIS = [{"role": "user", "content": "What is the capital of France?"}]
+PARIS: list[ChatCompletionMessageParam] = [
+    {"role": "user", "content": "What is the capital of France?"}
+]
 
 
 def client(served: Serving) -> openai.OpenAI:
@@ -49,7 +52,11 @@ def test_the_capital_of_france_streamed_through_two_workers(served: Serving) -> 
 
 
 def test_the_prefill_worker_computes_every_prompt_token_and_bytes_add_up(served: Serving) -> None:
-    names = ("tandem_prompt_tokens_computed_total", "tandem_pull_bytes_total", "tandem_pull_pages_total")
+    names = (
+        "tandem_prompt_tokens_computed_total",
+        "tandem_pull_bytes_total",
+        "tandem_pull_pages_total",
+    )
     at_p, at_d = (served.metric(role, names[0]) for role in ("prefill", "decode"))
     num_bytes, pages = (served.metric("decode", name) for name in names[1:])
     answer = client(served).completions.create(
@@ -83,20 +90,18 @@ def test_200_requests_a_third_of_them_cancelled_leave_nothing_behind(served: Ser
             "ignore_eos": True,
             "stream_options": {"include_usage": True},
         }
-        with httpx.Client(base_url=served.url, timeout=60) as http:
-            with http.stream("POST", "/v1/completions", json=body) as response:
-                assert response.status_code == 200, response.read()
-                timer = None
-                if cancel_after_s is not None:
-                    timer = threading.Timer(cancel_after_s, response.close)
-                    timer.start()
-                try:
-                    lines = [line for line in response.iter_lines() if line.startswith("data: ")]
-                except (httpx.StreamError, httpx.TransportError, OSError, AttributeError):
+        lines: list[str] = []
+        with (
+            httpx.Client(base_url=served.url, timeout=60) as http,
+            http.stream("POST", "/v1/completions", json=body) as response,
+        ):
+            assert response.status_code == 200, response.read()
+            deadline = None if cancel_after_s is None else time.monotonic() + cancel_after_s
+            for line in response.iter_lines():
+                if line.startswith("data: "):
+                    lines.append(line)
+                if deadline is not None and time.monotonic() > deadline:
                     return -1
-                finally:
-                    if timer is not None:
-                        timer.cancel()
         if lines[-1] != "data: [DONE]":
             return -1
         assert json.loads(lines[-2][6:])["usage"]["completion_tokens"] == max_tokens
@@ -123,9 +128,8 @@ def test_a_client_that_leaves_stops_the_prefill_worker(served: Serving) -> None:
     """B78: a long prompt is dropped after the chunk that is running."""
     before = served.metric("prefill", "tandem_prompt_tokens_computed_total")
     body = {"model": served.model, "prompt": prompt_text(4000, seed=3), "max_tokens": 50}
-    with httpx.Client(base_url=served.url, timeout=60) as http:
-        with pytest.raises(httpx.ReadTimeout):
-            http.post("/v1/completions", json=body, timeout=0.7)
+    with httpx.Client(base_url=served.url) as http, pytest.raises(httpx.ReadTimeout):
+        http.post("/v1/completions", json=body, timeout=0.7)
     served.wait_until_at_rest()
     computed = served.metric("prefill", "tandem_prompt_tokens_computed_total") - before
     assert computed <= 3 * 512
