@@ -6,6 +6,7 @@ import random
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import httpx
 
@@ -46,9 +47,8 @@ async def _run(
     url: str, model: str, prompts: Sequence[Sequence[int]], output_tokens: int, concurrency: int
 ) -> tuple[list[Seen], float]:
     places = asyncio.Semaphore(concurrency)
-    async with httpx.AsyncClient(
-        base_url=url, timeout=600, limits=httpx.Limits(max_connections=None)
-    ) as http:
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(base_url=url, timeout=600, limits=limits) as http:
 
         async def one(prompt: Sequence[int]) -> Seen:
             async with places:

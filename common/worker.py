@@ -44,7 +44,9 @@ class Identity:
 
 
 def new_incarnation() -> str:
-    """64 random bits: address, name and process id can all repeat after a restart, this does not."""
+    """64 random bits: address, name and process id can all repeat after a restart, this does
+    not.
+    """
     return f"{secrets.randbits(64):016x}"
 
 

@@ -111,7 +111,9 @@ class Puller:
     async def pull(
         self, entry: Entry, address: str, incarnation: str | None, tell: Callable[[Facts], None]
     ) -> None:
-        """Returns when every page is in the pool (or nothing more is wanted). Raises why it failed."""
+        """Returns when every page is in the pool (or nothing more is wanted). Raises why it
+        failed.
+        """
         link = await self._links.get(address, incarnation)
         pull = _Pull(entry=entry, link=link, destination=self._destination(entry, link), tell=tell)
         self._pulls.append(pull)
@@ -174,7 +176,7 @@ class Puller:
             )
         return pages
 
-    # --- the stream -------------------------------------------------------------------------------
+    # --- the stream ----------------------------------------------------------------------------
 
     async def _exchange(self, pull: _Pull, stream: Stream) -> None:
         request = HandoffRequest(
@@ -260,7 +262,7 @@ class Puller:
         pull.tell(facts)
         self._wake()
 
-    # --- actions ----------------------------------------------------------------------------------
+    # --- actions -------------------------------------------------------------------------------
 
     def _on(self, pull: _Pull, fact: Fact) -> None:
         if pull.entry.state is not State.REMOTE:
@@ -320,7 +322,7 @@ class Puller:
         self._on(pull, Landed(read_id=action.read_id, refusals=result.refusals))
         self._wake()
 
-    # --- landing slots ----------------------------------------------------------------------------
+    # --- landing slots -------------------------------------------------------------------------
 
     def slots_freed(self) -> None:
         """Lets pulls that wait for slots go on, oldest first; from the event loop, not from inside

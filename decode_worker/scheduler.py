@@ -92,7 +92,9 @@ class Facts:
 
 @dataclass(slots=True, eq=False)
 class Output:
-    """One continuation: its table, its chain of hashes, the tokens generated since the chain's end."""
+    """One continuation: its table, its chain of hashes, the tokens generated since the chain's
+    end.
+    """
 
     key: OutputKey
     entry: "Entry"
@@ -184,12 +186,14 @@ class BatchScheduler:
     def max_request_tokens(self) -> int:
         return min(self._max_model_len, self._cache.max_tokens)
 
-    # --- coming in --------------------------------------------------------------------------------
+    # --- coming in -----------------------------------------------------------------------------
 
     def add(
         self, request: GenerateRequest, token_ids: NDArray[np.int32], chain: HashChain, now: float
     ) -> None:
-        """`chain` covers `token_ids`. Raises when the request can never run here or too many wait."""
+        """`chain` covers `token_ids`. Raises when the request can never run here or too many
+        wait.
+        """
         assert request.request_id not in self._entries
         self._check(request, len(token_ids))
         self._arrivals += 1
@@ -224,7 +228,9 @@ class BatchScheduler:
             )
 
     def _most_pages(self, request: GenerateRequest, total: int) -> Counter[PageKind]:
-        """Pages held when every output has reached its limit: full blocks of the prompt are shared."""
+        """Pages held when every output has reached its limit: full blocks of the prompt are
+        shared.
+        """
         size, n = self._cache.block_size, request.sampling.n
         num_shared = request.num_prompt_tokens // size
         num_own = -(-total // size) - num_shared
@@ -319,7 +325,7 @@ class BatchScheduler:
         entry = self._entries.get(request_id)
         return entry is not None and entry.state is State.REMOTE
 
-    # --- prefill ----------------------------------------------------------------------------------
+    # --- prefill -------------------------------------------------------------------------------
 
     def route_local(self, request_id: RequestId) -> None:
         entry = self._entries[request_id]
@@ -378,7 +384,9 @@ class BatchScheduler:
             entry.dead_tables.clear()
 
     def landed(self, request_id: RequestId, num_leading: int) -> None:
-        """The first `num_leading` blocks of the prompt (an open last one counted) are in the pool."""
+        """The first `num_leading` blocks of the prompt (an open last one counted) are in the
+        pool.
+        """
         entry = self._entries[request_id]
         assert entry.table is not None
         num_full = min(num_leading, entry.num_tokens // self._cache.block_size)
@@ -415,7 +423,7 @@ class BatchScheduler:
                 if not output.has_ended:
                     self._running[output.key] = output
 
-    # --- steps ------------------------------------------------------------------------------------
+    # --- steps ---------------------------------------------------------------------------------
 
     def plan(self, now: float) -> tuple[StepPlan | None, Facts]:
         """The next step, if there is anything to do, and what was evicted for it."""
@@ -603,7 +611,7 @@ class BatchScheduler:
         if reason is not None:
             self._end_output(output, facts)
 
-    # --- going out --------------------------------------------------------------------------------
+    # --- going out -----------------------------------------------------------------------------
 
     def abort(self, request_id: RequestId) -> None:
         """Forgets a request in whatever state. Pages named by the step in flight are freed when it

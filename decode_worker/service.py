@@ -135,7 +135,7 @@ class DecodeService:
             self._idle.clear()
             await self._idle.wait()
 
-    # --- steps ------------------------------------------------------------------------------------
+    # --- steps ---------------------------------------------------------------------------------
 
     async def run(self) -> None:
         """The step loop: decide, do, decide again. Sleeps while there is nothing to do."""
@@ -240,7 +240,7 @@ class DecodeService:
         self._wake.set()
         self._idle.set()
 
-    # --- sessions ---------------------------------------------------------------------------------
+    # --- sessions ------------------------------------------------------------------------------
 
     async def _serve_session(self, stream: Stream) -> None:
         hello = await stream.receive()
@@ -344,7 +344,9 @@ class DecodeService:
             group.start_soon(self._pull, route, self._puller)
 
     async def _pull(self, route: Route, puller: Puller) -> None:
-        """One hand-off, from the route to the last page. Ends with the request if that ends first."""
+        """One hand-off, from the route to the last page. Ends with the request if that ends
+        first.
+        """
         request_id = route.request_id
         if not self._scheduler.is_waiting_for_route(request_id):
             return

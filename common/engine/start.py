@@ -100,7 +100,9 @@ def page_layout(config: WorkerConfig, model: ModelConfig) -> PageLayout:
 
 
 def open_runner(config: WorkerConfig, sizes: Sizes, incarnation: int) -> ModelRunner:
-    """Reads the model, allocates the pools, and proves that rows do not depend on their neighbours."""
+    """Reads the model, allocates the pools, and proves that rows do not depend on their
+    neighbours.
+    """
     runner = load_runner(
         config.model,
         codec=config.kv_codec,

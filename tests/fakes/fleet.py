@@ -52,7 +52,9 @@ MAX_MODEL_LEN = 4096
 
 
 class SteppedDevice:
-    """Runs a runner in the loop itself; a step takes `step_s` of the loop's time, a landing none."""
+    """Runs a runner in the loop itself; a step takes `step_s` of the loop's time, a landing
+    none.
+    """
 
     def __init__(self, runner: Any, step_s: float) -> None:
         self.runner = runner

@@ -1,4 +1,6 @@
-"""The main job on real processes: two workers, NIXL between them, the demo model, OpenAI's client."""
+"""The main job on real processes: two workers, NIXL between them, the demo model, OpenAI's
+client.
+"""
 
 import json
 import random
