@@ -26,9 +26,7 @@ class Seen:
 
     @property
     def gaps_s(self) -> list[float]:
-        return [
-            later - earlier for earlier, later in zip(self.tokens, self.tokens[1:], strict=False)
-        ]
+        return [later - earlier for earlier, later in pairwise(self.tokens)]
 
 
 def random_prompt(num_tokens: int, seed: int) -> list[int]:
