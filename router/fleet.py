@@ -128,7 +128,7 @@ class Fleet:
         return view.has_full_path or (self._was_ready and bool(view.decoding))
 
     def reasons(self) -> list[str]:
-        """What keeps the fleet from being whole: excluded and unreachable workers, missing roles."""
+        """What keeps the fleet from being whole: excluded or unreachable workers, missing roles."""
         view = self._view()
         found = [f"{address}: {reason}" for address, reason in sorted(self._refused.items())]
         for worker in view.linked:

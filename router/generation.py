@@ -267,13 +267,13 @@ class Generation:
             self._measure(len(events))
             now = self._last_token_at
             times = self._token_times
-            itl = self._service.metrics.itl
+            gap = self._service.metrics.tokens.gap
             for prompt_index, output_index, token_id, finish_reason, logprobs in events:
                 choice = prompt_index * self._n + output_index
                 output = self._outputs[choice]
                 before = times[choice]
                 if before is not None:
-                    itl.observe(now - before)
+                    gap(now - before)
                 times[choice] = now
                 piece = output.push(token_id, finish_reason, logprobs)
                 if piece is not None:
@@ -346,7 +346,7 @@ class Generation:
             self._first_token_at = now
             metrics.ttft.observe(now - self._arrived_at)
         self._last_token_at = now
-        metrics.output_tokens.inc(num_tokens)
+        metrics.tokens.num_tokens += num_tokens
 
 
 def is_clients_fault(error: TandemError) -> bool:

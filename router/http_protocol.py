@@ -12,6 +12,9 @@ import asyncio
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from common.errors import InvalidRequest
+from router.http_exchange import error_body
+
 PROBE_S = 0.4
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 _COMMENT = b"3\r\n:\n\n\r\n"
@@ -30,6 +33,16 @@ class HalfCloseProtocol(HttpToolsProtocol):
             return False
         self._send_probe()
         return True
+
+    def send_400_response(self, msg: str) -> None:
+        """Bytes that are no HTTP request are answered like any other bad request."""
+        body = error_body(InvalidRequest("this is not an HTTP request"))
+        head = (
+            "HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\n"
+            f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
+        )
+        self.transport.write(head.encode() + body)
+        self.transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self._probe is not None:

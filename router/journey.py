@@ -160,6 +160,10 @@ class Journey:
             self._num_unfinished -= 1
         if self._num_unfinished == 0:
             self.stop()
+        for leg in list(self._legs):
+            if self.leg_done(leg):
+                self._legs.remove(leg)
+                leg.end()
 
     @property
     def num_retries(self) -> int:
@@ -356,7 +360,7 @@ class _Leg:
         if finish_reason is not None:
             self._num_running -= 1
         self._journey.token(output_index, token_id, finish_reason, logprobs)
-        if self._journey.leg_done(self):
+        if finish_reason is not None and self._journey.leg_done(self):
             self.end()
 
     def failed(self, error: TandemError) -> None:

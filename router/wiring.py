@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import anyio
+import anyio.to_thread
 
 from common.clock import MonotonicClock
 from common.config import RouterConfig
@@ -80,7 +81,9 @@ class Router:
         if bound.cancelled_caught:
             log.warning("still busy after %g s: ending what runs", bound_s)
             self.service.end_all(Draining("the router is shutting down"))
-        await self.http_server.drain()
+        async with anyio.create_task_group() as ending:
+            ending.start_soon(self.http_server.drain)
+            ending.start_soon(anyio.to_thread.run_sync, self.metrics_server.close)
 
 
 def open_router(

@@ -378,6 +378,18 @@ def test_unknown_paths(stack: Stack, path: str) -> None:
     refused(stack.http.post(path, json={}), 404)
 
 
+@pytest.mark.parametrize(
+    "data", [b"\x16\x03\x01\x02\x00", b"GET /\xff HTTP/1.1\r\n\r\n", b"NONSENSE\r\n\r\n"]
+)
+def test_b31_bytes_that_are_no_http(stack: Stack, data: bytes) -> None:
+    address = ("127.0.0.1", stack.router.http_port)
+    with socket.create_connection(address, timeout=5) as connection:
+        connection.sendall(data)
+        answer = connection.recv(65536)
+    assert answer.startswith(b"HTTP/1.1 400")
+    assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == "invalid_request"
+
+
 def test_wrong_methods(stack: Stack) -> None:
     refused(stack.http.get("/v1/completions"), 405)
     refused(stack.http.put("/v1/chat/completions", json={}), 405)
