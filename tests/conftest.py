@@ -1,11 +1,14 @@
 """Fixtures that every folder of tests may use."""
 
+import os
 from pathlib import Path
 
 import pytest
 
 from common import demo_model as demo
 from common.config import home
+
+os.environ.setdefault("TRITON_INTERPRET", "1")  # read when Triton is first imported
 
 
 @pytest.fixture(scope="session")

@@ -46,11 +46,9 @@ def load_backend(
         return CpuModel(
             config, weights, pool, max_num_tokens=max_num_tokens, num_threads=num_threads
         )
-    if device == "cuda":
-        from common.engine.triton_model import TritonModel
+    from common.engine.triton_model import TritonModel
 
-        return TritonModel(config, checkpoint, pool, _compute_dtype(dtype, config))
-    raise ConfigError(f"device {device!r} is neither cpu nor cuda", param="device")
+    return TritonModel(config, checkpoint, pool, _compute_dtype(dtype, config))
 
 
 def _compute_dtype(dtype: str, config: ModelConfig) -> torch.dtype:

@@ -254,6 +254,8 @@ def load_runner(
         head_dim=config.head_dim,
         codec=codec_named(codec),
     )
+    if device not in ("cpu", "cuda"):
+        raise ConfigError(f"device {device!r} is neither cpu nor cuda", param="device")
     if num_threads < 1:
         raise ConfigError(f"a worker needs at least one thread, not {num_threads}", param="threads")
     pool = PageArena(layout, num_blocks, num_exact, device)

@@ -86,8 +86,9 @@ class TritonModel:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """q [rows, heads, head_dim] rotated and scaled; k, v as they are stored, in fp32."""
         config = self._config
-        heads = F.linear(x, layer.qkv, layer.qkv_bias).unflatten(1, (-1, config.head_dim))
-        q, k, v = heads.split([config.num_heads, config.num_kv_heads, config.num_kv_heads], dim=1)
+        heads = F.linear(x, layer.qkv, layer.qkv_bias).view(len(x), -1, config.head_dim)
+        num_q, num_qk = config.num_heads, config.num_heads + config.num_kv_heads
+        q, k, v = heads[:, :num_q], heads[:, num_q:num_qk], heads[:, num_qk:]
         if layer.q_norm is not None and layer.k_norm is not None:
             q, k = self._norm(q, layer.q_norm), self._norm(k, layer.k_norm)
         q = _rotate(q.float(), cos, sin) * config.head_dim**-0.5

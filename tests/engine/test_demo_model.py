@@ -47,7 +47,7 @@ FEW = (1, 16, 17, 100, 300, 700)
 
 @pytest.fixture(scope="module")
 def reference(demo_model: Path) -> Any:
-    return transformers.AutoModelForCausalLM.from_pretrained(demo_model, dtype=torch.float32).eval()
+    return transformers.AutoModelForCausalLM.from_pretrained(demo_model, dtype=torch.float32)
 
 
 def prompts(directory: Path, lengths: tuple[int, ...]) -> dict[int, list[int]]:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import transformers
 
-CONFIGS: dict[str, tuple[type, type]] = {
+CONFIGS: dict[str, tuple[Any, Any]] = {
     "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
     "mistral": (transformers.MistralConfig, transformers.MistralForCausalLM),
     "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
