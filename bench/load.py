@@ -37,7 +37,7 @@ def random_prompt(num_tokens: int, seed: int) -> list[int]:
 def run_load(
     url: str, model: str, prompts: Sequence[Sequence[int]], output_tokens: int, concurrency: int
 ) -> tuple[list[Seen], float]:
-    """Every request's times, and how long all of them took. Raises when one fails or is cut short."""
+    """Every request, and how long all of them took. Raises when one fails or is cut short."""
     return asyncio.run(_run(url, model, prompts, output_tokens, concurrency))
 
 
