@@ -121,20 +121,20 @@ class Journey:
         self._outputs = [_Output() for _ in range(request.sampling.n)]
         self._legs: list[_Leg] = []
         self._num_unfinished = request.sampling.n
-        self._num_attempts = 1
+        self.num_retries = 0
         self._avoid: set[str] = set()
         self._started_at = 0.0
         self._timers: list[asyncio.TimerHandle] = []
         self._has_ended = False
+        self._has_prefilled = False
         self.num_cached_tokens = 0
-        self.prefilled_at: float | None = None
 
     def start(self) -> None:
         """Raises NotReady when there is no worker to begin with."""
         self._started_at = self._clock.now()
         if self._request.deadline_s is not None:
             self._call_later(self._request.deadline_s, self._expire)
-        leg = _Leg(self, self._request, list(range(len(self._outputs))))
+        leg = _Leg(self, self._request, list(range(len(self._outputs))), attempt=1)
         if not self._place(leg):
             self.stop()
             raise NotReady("no worker is ready to take the request", retry_after_s=1.0)
@@ -166,10 +166,6 @@ class Journey:
                 leg.end()
 
     @property
-    def num_retries(self) -> int:
-        return self._num_attempts - 1
-
-    @property
     def avoid(self) -> set[str]:
         """Incarnations that have failed this request."""
         return self._avoid
@@ -180,8 +176,8 @@ class Journey:
         self._on_admitted()
 
     def prefilled(self, num_cached_tokens: int) -> None:
-        if self.prefilled_at is None:
-            self.prefilled_at = self._clock.now()
+        if not self._has_prefilled:
+            self._has_prefilled = True
             self.num_cached_tokens = min(num_cached_tokens, self._request.num_prompt_tokens)
 
     def token(
@@ -208,10 +204,9 @@ class Journey:
     def leg_failed(self, leg: "_Leg", error: TandemError) -> None:
         self._legs.remove(leg)
         leg.end()
-        if not isinstance(error, _RECOVERABLE) or self._num_attempts >= MAX_ATTEMPTS:
+        if not isinstance(error, _RECOVERABLE) or leg.attempt >= MAX_ATTEMPTS:
             self._fail(error)
             return
-        self._num_attempts += 1
         self._avoid.update(leg.suspects(error))
         self._legs.extend(self._resume(leg))
         self._retry()
@@ -228,11 +223,11 @@ class Journey:
     def _resume(self, failed: "_Leg") -> "list[_Leg]":
         """Legs that carry on with what `failed` has not finished."""
         unfinished = [i for i in failed.output_indices if not self._outputs[i].has_finished]
-        if not any(self._outputs[i].token_ids for i in unfinished) and len(unfinished) == len(
-            self._outputs
-        ):
-            return [_Leg(self, self._renamed(self._request, None), unfinished)]
-        return [_Leg(self, self._renamed(self._resubmission(i), i), [i]) for i in unfinished]
+        has_begun = any(output.token_ids for output in self._outputs)
+        attempt = failed.attempt + 1
+        if not has_begun:
+            return [_Leg(self, self._renamed(self._request), unfinished, attempt)]
+        return [_Leg(self, self._renamed(self._resubmission(i)), [i], attempt) for i in unfinished]
 
     def _resubmission(self, output_index: int) -> GenerateRequest:
         so_far = pack_tokens(self._outputs[output_index].token_ids)
@@ -243,15 +238,15 @@ class Journey:
             sampling=dataclasses.replace(self._request.sampling, n=1),
         )
 
-    def _renamed(self, request: GenerateRequest, output_index: int | None) -> GenerateRequest:
+    def _renamed(self, request: GenerateRequest) -> GenerateRequest:
         """The worker may still know the earlier attempt, so each attempt has an id of its own."""
-        suffix = "" if output_index is None else f".{output_index}"
+        self.num_retries += 1
         deadline_s = request.deadline_s
         if deadline_s is not None:
             deadline_s = max(deadline_s - (self._clock.now() - self._started_at), 0.001)
         return dataclasses.replace(
             request,
-            request_id=f"{self._request.request_id}~{self._num_attempts}{suffix}",
+            request_id=f"{self._request.request_id}~{self.num_retries}",
             deadline_s=deadline_s,
         )
 
@@ -292,8 +287,9 @@ class _Leg:
     """One submission of some outputs: the sink that the session talks to."""
 
     def __init__(
-        self, journey: Journey, request: GenerateRequest, output_indices: list[int]
+        self, journey: Journey, request: GenerateRequest, output_indices: list[int], attempt: int
     ) -> None:
+        self.attempt = attempt
         self.request = request
         self.output_indices = output_indices
         self._journey = journey

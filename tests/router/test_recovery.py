@@ -85,6 +85,28 @@ def test_b118_a_decode_worker_dies_and_another_goes_on(model_dir: Path, after: i
         assert resumed.output_index == (n - 1 if after else 0)
 
 
+def test_attempts_are_counted_for_each_output(model_dir: Path) -> None:
+    """Four outputs lose their worker twice; each of them is in its third attempt then."""
+    workers = [colocated() for _ in range(3)]
+    with Stack(model_dir, *workers) as stack:
+        expected = whole(stack, n=4)
+        for worker in workers:
+            stack.do(lambda worker=worker: worker.reset())  # type: ignore[misc]
+            worker.steps_allowed = 5
+        with ThreadPoolExecutor(1) as pool:
+            asked = pool.submit(stack.complete, "x", max_tokens=20, n=4, stream=True)
+            for _ in range(2):
+                stack.until(lambda: any(w.steps_allowed == 0 and w.num_running for w in workers))
+                used = next(w for w in workers if w.num_running)
+                for other in workers:
+                    other.steps_allowed = None if len(stack.workers) == 2 else other.steps_allowed
+                stack.workers.remove(used)
+                stack.call(used.stop)
+                workers.remove(used)
+        chunks = events(asked.result())
+        assert [text_of(chunks, index) for index in range(4)] == expected
+
+
 def test_errors_that_a_retry_can_help_are_hidden(model_dir: Path) -> None:
     with Stack(model_dir, *pair(), FakeWorker(Role.DECODE, script=counting)) as stack:
         expected = whole(stack)
