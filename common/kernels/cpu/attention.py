@@ -277,7 +277,7 @@ def attend(run, table, pages, slice_index, group, scratch):
     _finish(run, state, group, head_dim)
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True)
 def _attend_all(q, k, v, runs, tables, layer, pages, group, scratch, out):
     head_bytes = pages.head_dim * 4
     q_bytes, kv_bytes = pages.num_heads * group * head_bytes, pages.num_heads * head_bytes

@@ -19,6 +19,7 @@ from common.kernels.cpu.attention import Run, attend
 from common.kernels.cpu.matmul import element_size, multiply, widen
 from common.kernels.cpu.pages import FP32, Pages
 from common.kernels.cpu.rows import add_bias, add_row, rms_norm, rotate_head, round_row, silu_mul
+from common.kernels.cpu.sources import source_hash
 from common.kernels.cpu.store import item_at, store_item
 from common.kernels.cpu.sync import barrier, take
 
@@ -242,26 +243,11 @@ def _pages(p):
     return Pages(p[0], p[1], p[2], p[3], p[4], p[5], p[6], p[7], p[8], p[9])
 
 
-NUMBERS, NUMBERS_2D = types.int64[::1], types.int64[:, ::1]
-
-
-@njit(
-    types.void(
-        types.int64, types.int64, types.int64, NUMBERS, NUMBERS_2D, NUMBERS, types.float32,
-        types.float32, types.int32[::1], NUMBERS_2D, NUMBERS_2D, types.int32[:, ::1], NUMBERS,
-    ),
-    nogil=True,
-    cache=True,
-)  # fmt: skip
-def forward(
+@njit(nogil=True)
+def _forward(
     me, size, sync, model_fields, layer_fields, page_fields, eps, scale,
     tokens, items, runs, tables, wanted,
 ):  # fmt: skip
-    """One step on thread `me` of `size`: logits of the `wanted` rows at `Model.logits`.
-
-    The `_fields` are the numbers of a `Model`, of a `Layer` per row, and of `Pages`; `sync` is the
-    address of zeroed words for barriers and counters.
-    """
     model, pages = _model(model_fields), _pages(page_fields)
     rows, hidden, kind = len(tokens), model.hidden, model.kind
     q_width = model.heads * model.head_dim
@@ -304,3 +290,35 @@ def forward(
         kind, model.normed, model.head, hidden, model.logits, len(wanted),
         model.vocab_padded // PANEL, HEAD_GROUP, sync, 1 + model.num_layers * PHASES,
     )  # fmt: skip
+
+
+NUMBERS, NUMBERS_2D = types.int64[::1], types.int64[:, ::1]
+SIGNATURE = types.void(
+    types.int64, types.int64, types.int64, NUMBERS, NUMBERS_2D, NUMBERS, types.float32,
+    types.float32, types.int32[::1], NUMBERS_2D, NUMBERS_2D, types.int32[:, ::1], NUMBERS,
+)  # fmt: skip
+
+
+def _compiled(sources):
+    """Compiled when this module is imported, or loaded from numba's cache (NUMBA_CACHE_DIR)."""
+
+    @njit(SIGNATURE, nogil=True, cache=True)
+    def forward(
+        me, size, sync, model_fields, layer_fields, page_fields, eps, scale,
+        tokens, items, runs, tables, wanted,
+    ):  # fmt: skip
+        """One step on thread `me` of `size`: logits of the `wanted` rows at `Model.logits`.
+
+        The `_fields` are the numbers of a `Model`, of a `Layer` per row, and of `Pages`; `sync` is
+        the address of zeroed words for barriers and counters.
+        """
+        if sources != 0:
+            _forward(
+                me, size, sync, model_fields, layer_fields, page_fields, eps, scale,
+                tokens, items, runs, tables, wanted,
+            )  # fmt: skip
+
+    return forward
+
+
+forward = _compiled(source_hash())

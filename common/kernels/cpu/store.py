@@ -80,7 +80,7 @@ def store_item(k_rows, v_rows, row_bytes, item, layer, head, pages, scratch):
     _store_rows(v_rows, row_bytes, item, slice_index + pages.num_heads, pages, scratch)
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True)
 def _store_all(k, v, row_bytes, items, layer, pages, scratch):
     for index in range(len(items)):
         item = item_at(items, index)
