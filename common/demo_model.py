@@ -50,19 +50,26 @@ def prepare(home: Path, report: Report, verify: bool = False) -> Path:
     directory = models / NAME
     if not verify and is_complete(directory, verify=False):
         return directory
-    models.mkdir(parents=True, exist_ok=True)
-    with file_lock(models / f".{NAME}.lock", report):
-        if is_complete(directory, verify):
-            return directory
-        scratch = models / f".{NAME}.partial"
+    try:
+        models.mkdir(parents=True, exist_ok=True)
+        with file_lock(models / f".{NAME}.lock", report):
+            if not is_complete(directory, verify):
+                make_beside(directory, report)
+    except OSError as error:
+        reason = error.strerror or error
+        raise DemoModelFailed(f"{models}: {reason}; TANDEM_HOME names another place") from error
+    return directory
+
+
+def make_beside(directory: Path, report: Report) -> None:
+    scratch = directory.parent / f".{NAME}.partial"
+    shutil.rmtree(scratch, ignore_errors=True)
+    scratch.mkdir()
+    try:
+        make(scratch, report)
+        replace(directory, scratch / "converted")
+    finally:
         shutil.rmtree(scratch, ignore_errors=True)
-        scratch.mkdir()
-        try:
-            make(scratch, report)
-            replace(directory, scratch / "converted")
-        finally:
-            shutil.rmtree(scratch, ignore_errors=True)
-        return directory
 
 
 def make(scratch: Path, report: Report) -> None:

@@ -199,6 +199,12 @@ def test_an_interruption_leaves_nothing_that_looks_finished(
     assert not leftover.exists()
 
 
+def test_a_home_that_cannot_be_written_is_one_clear_line(tmp_path: Path) -> None:
+    (tmp_path / "models").write_text("a file where the folder should be")
+    with pytest.raises(DemoModelFailed, match="/models: File exists; TANDEM_HOME names another"):
+        prepare(tmp_path, report=print_nothing)
+
+
 def test_two_at_once_take_turns(small_make: list[str], tmp_path: Path) -> None:
     (tmp_path / "models").mkdir()
     waiting = threading.Event()
