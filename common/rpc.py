@@ -62,7 +62,9 @@ class Stream(Protocol):
     num_bytes: int
 
     async def send(self, message: object) -> None:
-        """Raises WorkerLost when the other side is gone, or the error it ended with."""
+        """One task at a time. Raises WorkerLost when the other side is gone, or the error it ended
+        with.
+        """
         ...
 
     async def receive(self) -> object | None:
@@ -179,6 +181,7 @@ class _ServerStream:
     def __init__(self, requests: AsyncIterator[object], context: Any) -> None:
         self._requests = requests
         self._context = context
+        self._task = asyncio.current_task()
         self.num_bytes = 0
 
     async def send(self, message: object) -> None:
@@ -207,7 +210,8 @@ class _ServerStream:
         """A server finishes by returning from its handler."""
 
     def cancel(self) -> None:
-        self._context.cancel()
+        if self._task is not None:
+            self._task.cancel()
 
 
 class RpcServer:

@@ -24,6 +24,7 @@ from common.errors import (
     Draining,
     NotReady,
     PageRefused,
+    Preempted,
     PrefillLost,
     PullFailed,
     TandemError,
@@ -34,7 +35,15 @@ from router.dispatch import Placement, Placing
 
 MAX_ATTEMPTS = 3
 RECOVERY_S = 10.0
-_RECOVERABLE = (DecodeLost, PrefillLost, PullFailed, PageRefused, Draining, DecodeFull)
+_RECOVERABLE = (
+    DecodeLost,
+    PrefillLost,
+    PullFailed,
+    PageRefused,
+    Draining,
+    DecodeFull,
+    Preempted,
+)
 
 
 class Phase(StrEnum):
@@ -208,7 +217,9 @@ class Journey:
             self._fail(error)
             return
         self._avoid.update(leg.suspects(error))
-        self._legs.extend(self._resume(leg))
+        # making room for older requests is no failure: it does not count
+        attempt = leg.attempt + (not isinstance(error, Preempted))
+        self._legs.extend(self._resume(leg, attempt))
         self._retry()
         if all(waiting.is_placed for waiting in self._legs):
             return
@@ -220,11 +231,10 @@ class Journey:
 
     # --- inside -----------------------------------------------------------------------------------
 
-    def _resume(self, failed: "_Leg") -> "list[_Leg]":
+    def _resume(self, failed: "_Leg", attempt: int) -> "list[_Leg]":
         """Legs that carry on with what `failed` has not finished."""
         unfinished = [i for i in failed.output_indices if not self._outputs[i].has_finished]
         has_begun = any(output.token_ids for output in self._outputs)
-        attempt = failed.attempt + 1
         if not has_begun:
             return [_Leg(self, self._renamed(self._request), unfinished, attempt)]
         return [_Leg(self, self._renamed(self._resubmission(i)), [i], attempt) for i in unfinished]
@@ -241,11 +251,13 @@ class Journey:
     def _renamed(self, request: GenerateRequest) -> GenerateRequest:
         """The worker may still know the earlier attempt, so each attempt has an id of its own."""
         self.num_retries += 1
+        age_s = self._clock.now() - self._started_at
         deadline_s = request.deadline_s
         if deadline_s is not None:
-            deadline_s = max(deadline_s - (self._clock.now() - self._started_at), 0.001)
+            deadline_s = max(deadline_s - age_s, 0.001)
         return dataclasses.replace(
             request,
+            age_s=age_s,
             request_id=f"{self._request.request_id}~{self.num_retries}",
             deadline_s=deadline_s,
         )
@@ -309,7 +321,7 @@ class _Leg:
         assert self._placement is not None
         if isinstance(error, DecodeFull | Draining):
             return [self._placement.decode_incarnation]
-        if isinstance(error, DecodeLost) or self._prefill_incarnation is None:
+        if isinstance(error, DecodeLost | Preempted) or self._prefill_incarnation is None:
             return []
         return [self._prefill_incarnation]
 
