@@ -129,6 +129,7 @@ class Discovery:
         stream ends.
         """
         stream = peer.open("Watch")
+        ended: TandemError | None = None
         try:
             async with anyio.create_task_group() as group:
                 await stream.send(Watch())
@@ -143,9 +144,11 @@ class Discovery:
                     message = await stream.receive()
                 group.cancel_scope.cancel()
         except* TandemError as errors:
-            raise _only(errors) from None
+            ended = _only(errors)  # raised here, Python before 3.11.4 wraps it in a group again
         finally:
             stream.cancel()
+        if ended is not None:
+            raise ended
 
     def _observe(self, address: str, message: object) -> Worker:
         if not isinstance(message, WorkerState):

@@ -193,7 +193,7 @@ def worker_object(fleet: Fleet, worker: Worker) -> dict[str, Any]:
     shown: dict[str, Any] = {
         "role": state.role,
         "address": worker.address,
-        "metrics": state.metrics,
+        "metrics": metrics_url(worker),
         "pid": state.pid,
         "incarnation": state.incarnation,
         "draining": state.draining,
@@ -210,6 +210,15 @@ def worker_object(fleet: Fleet, worker: Worker) -> dict[str, Any]:
     if reason is not None and not state.draining:
         shown["excluded"] = reason
     return shown
+
+
+def metrics_url(worker: Worker) -> str:
+    """A worker that listens on every address cannot know the one it is reached by; we do."""
+    url = worker.state.metrics
+    host, _ = split_address(worker.address)
+    for everywhere in ("//0.0.0.0:", "//[::]:"):
+        url = url.replace(everywhere, f"//{join_address(host, 0)[:-1]}")
+    return url
 
 
 async def _explain(request: Request, error: Exception) -> Response:
