@@ -17,6 +17,7 @@ from dataclasses import MISSING, Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
+from common.addresses import split_address
 from common.errors import ConfigError
 
 LOOPBACK = {"127.0.0.1", "::1", "localhost"}
@@ -467,22 +468,13 @@ def unknown_name(name: str, known: list[str]) -> str:
     )
 
 
-def split_address(text: str) -> tuple[str, int]:
-    """`host:port` or `[v6]:port`; raises ValueError."""
-    host, separator, port = text.rpartition(":")
-    host = host.removeprefix("[").removesuffix("]")
-    if not separator or not host or not port.isascii() or not port.isdigit() or int(port) > 65535:
-        raise ValueError(f"{text!r} is not HOST:PORT")
-    return host, int(port)
-
-
 def check_address(name: str, address: str | None) -> None:
     if address is None:
         return
     try:
         split_address(address)
-    except ValueError as error:
-        raise ConfigError(f"{flag(name)}: {error}") from error
+    except ConfigError as error:
+        raise ConfigError(f"{flag(name)}: {error.message}") from error
 
 
 def check_distinct(addresses: dict[str, str | None]) -> None:

@@ -23,7 +23,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from common.config import ServeConfig, available_cores, child_environment, flag, home, split_address
+from common.addresses import split_address
+from common.config import ServeConfig, available_cores, child_environment, flag, home
 from common.demo_model import prepare
 from common.errors import ConfigError
 

@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from common.addresses import split_address
+from common.addresses import join_address, split_address
 from common.errors import ConfigError, InternalError, MethodNotAllowed, NotFound, TandemError
 from router.fields import Fields
 from router.fleet import Fleet, Worker

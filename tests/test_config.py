@@ -7,6 +7,7 @@ from typing import Literal, get_args, get_origin
 
 import pytest
 
+from common.addresses import split_address
 from common.config import (
     COMMANDS,
     RouterConfig,
@@ -19,7 +20,6 @@ from common.config import (
     option_fields,
     option_type,
     parse,
-    split_address,
     without_none,
 )
 from common.errors import ConfigError
@@ -195,7 +195,7 @@ def test_addresses() -> None:
     assert split_address("localhost:80") == ("localhost", 80)
     assert split_address("[::1]:8000") == ("::1", 8000)
     for wrong in ("localhost", ":80", "a:b", "a:99999", "a:-1", ""):
-        with pytest.raises(ValueError, match="is not HOST:PORT"):
+        with pytest.raises(ConfigError, match="is not HOST:PORT"):
             split_address(wrong)
 
 
