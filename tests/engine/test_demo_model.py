@@ -83,6 +83,7 @@ def test_greedy_ids_equal_transformers(demo_model: Path, reference: Any) -> None
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_greedy_ids_equal_transformers_for_twenty_prompts(demo_model: Path, reference: Any) -> None:
     check(demo_model, reference, LENGTHS)
 

@@ -10,7 +10,7 @@ depends on the thread, on the other rows of the step or on how many there are. P
 each layer, `Pages` for the pools. `items` and `runs` are those of `common.engine.batch`.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numba import njit, types
@@ -321,4 +321,4 @@ def _compiled(sources):
     return forward
 
 
-forward = _compiled(source_hash())
+forward: Any = _compiled(source_hash())
