@@ -1,10 +1,9 @@
 """Streams of messages between processes, over gRPC.
 
 Every internal call is a two-way stream of messages (common/messages.py). A `Stream` is one end of
-it; the one here runs over grpc.aio, `MemoryStream` joins two ends inside a process (tests, the
-simulator). A stream that ends with a `TandemError` on one side raises the same error on the other;
-a lost peer raises `WorkerLost`. A server stops serving a stream by returning (clean end) or
-raising.
+it; the one here runs over grpc.aio, simulator/memory_network.py has one inside a process. A stream
+that ends with a `TandemError` on one side raises the same error on the other; a lost peer raises
+`WorkerLost`. A server stops serving a stream by returning (clean end) or raising.
 
 Keepalive: pings every 2 s also without calls, answered within 5 s, so a silent peer is noticed
 within 7 s.
@@ -296,83 +295,3 @@ def _translated_status(
         if key == _ERROR_CODE:
             return from_code(str(value), details or "")
     return WorkerLost(f"{address}: {code.name.lower()}: {details or 'connection lost'}")
-
-
-class MemoryStream:
-    """One end of a stream inside a process. Made in pairs by `memory_streams`."""
-
-    def __init__(self) -> None:
-        self._inbox: asyncio.Queue[object] = asyncio.Queue()
-        self._other: MemoryStream
-        self._error: TandemError | None = None
-        self._has_finished = False
-        self.num_bytes = 0
-
-    async def send(self, message: object) -> None:
-        if self._error is not None:
-            raise self._error
-        if self._has_finished:
-            raise WorkerLost("the stream has ended")
-        data = encode(message)
-        self.num_bytes += len(data)
-        self._other.num_bytes += len(data)
-        self._other._inbox.put_nowait(data)
-
-    async def receive(self) -> object | None:
-        if self._error is not None:
-            raise self._error
-        item = await self._inbox.get()
-        if item is None:
-            self._inbox.put_nowait(None)
-            return None
-        if isinstance(item, TandemError):
-            self._error = item
-            raise item
-        assert isinstance(item, bytes)
-        return decode(item)
-
-    async def finish(self) -> None:
-        if not self._has_finished:
-            self._has_finished = True
-            self._other._inbox.put_nowait(None)
-
-    def cancel(self) -> None:
-        self.break_with(WorkerLost("the stream was cancelled"))
-
-    def break_with(self, error: TandemError) -> None:
-        """Both ends see `error` from now on (after what is already in their inboxes)."""
-        for end in (self, self._other):
-            end._has_finished = True
-            end._inbox.put_nowait(error)
-
-
-def memory_streams() -> tuple[MemoryStream, MemoryStream]:
-    left, right = MemoryStream(), MemoryStream()
-    left._other, right._other = right, left
-    return left, right
-
-
-class MemoryPeer:
-    """Calls handlers of the same process through memory streams."""
-
-    def __init__(self, handlers: Mapping[str, Handler], group: Any) -> None:
-        self._handlers = handlers
-        self._group = group
-        self.streams: list[MemoryStream] = []
-
-    def open(self, method: str) -> MemoryStream:
-        ours, theirs = memory_streams()
-        self.streams.append(ours)
-        self._group.start_soon(self._run, self._handlers[method], theirs)
-        return ours
-
-    async def _run(self, handler: Handler, stream: MemoryStream) -> None:
-        try:
-            await handler(stream)
-            await stream.finish()
-        except TandemError as error:
-            stream.break_with(error)
-
-    async def close(self) -> None:
-        for stream in self.streams:
-            stream.cancel()

@@ -252,7 +252,7 @@ class Puller:
         )
         num_cached = max(message.num_cached_tokens, pull.entry.num_cached_tokens)
         facts = self._scheduler.first_tokens(
-            request_id, message.token_ids, message.logprobs, num_cached
+            request_id, message.token_ids, message.logprobs, num_cached, message.prompt_logprobs
         )
         if request_id in facts.ended:
             pull.is_done = True

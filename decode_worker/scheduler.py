@@ -43,7 +43,15 @@ from common.scheduling.prompt_queue import (
     PromptQueue,
     shareable,
 )
-from common.types import BlockId, FinishReason, OutputKey, RequestId, TokenLogprobs, output_key
+from common.types import (
+    BlockId,
+    FinishReason,
+    OutputKey,
+    PromptLogprobs,
+    RequestId,
+    TokenLogprobs,
+    output_key,
+)
 
 
 class State(Enum):
@@ -81,7 +89,7 @@ class Facts:
     token_ids: list[int] = field(default_factory=list)
     finish_reasons: list[FinishReason | None] = field(default_factory=list)
     logprobs: list[TokenLogprobs | None] = field(default_factory=list)
-    prefilled: list[tuple[RequestId, int]] = field(default_factory=list)
+    prefilled: list[tuple[RequestId, int, PromptLogprobs | None]] = field(default_factory=list)
     """Requests whose prompt is computed now, with the number of cached tokens."""
     failed: list[tuple[RequestId, TandemError]] = field(default_factory=list)
     ended: list[RequestId] = field(default_factory=list)
@@ -263,7 +271,7 @@ class BatchScheduler:
 
     def _admit(self, entry: Entry) -> bool:
         size = self._cache.block_size
-        hashes = shareable(entry.chain.full, entry.num_tokens, size)
+        hashes = shareable(entry.chain.full, entry.num_tokens, size, entry.request.sampling)
         n = entry.request.sampling.n
         # afterwards every running output can grow by one block, and the other outputs get their
         # open blocks
@@ -336,7 +344,7 @@ class BatchScheduler:
             token_ids=entry.token_ids,
             num_prompt_tokens=entry.request.num_prompt_tokens,
             sampling=entry.request.sampling,
-            hashes=shareable(entry.chain.full, entry.num_tokens, size),
+            hashes=shareable(entry.chain.full, entry.num_tokens, size, entry.request.sampling),
             output_index=entry.request.output_index,
             priority=entry.request.priority,
             table=entry.table,
@@ -355,6 +363,7 @@ class BatchScheduler:
         token_ids: tuple[int, ...],
         logprobs: tuple[TokenLogprobs | None, ...],
         num_cached_tokens: int,
+        prompt_logprobs: PromptLogprobs | None = None,
     ) -> Facts:
         """The prefill worker's samples, one for each output. Forwarded at once; the pages may land
         later.
@@ -363,7 +372,8 @@ class BatchScheduler:
         assert entry.state is State.REMOTE
         assert not entry.has_first_tokens
         facts = Facts()
-        self._take_first_tokens(entry, token_ids, logprobs, num_cached_tokens, facts)
+        facts.prefilled.append((request_id, num_cached_tokens, prompt_logprobs))
+        self._take_first_tokens(entry, token_ids, logprobs, facts)
         self._run_if_ready(entry)
         return facts
 
@@ -403,12 +413,10 @@ class BatchScheduler:
         entry: Entry,
         token_ids: tuple[int, ...],
         logprobs: tuple[TokenLogprobs | None, ...],
-        num_cached_tokens: int,
         facts: Facts,
     ) -> None:
         assert len(token_ids) == len(entry.outputs)
         entry.has_first_tokens = True
-        facts.prefilled.append((entry.request.request_id, num_cached_tokens))
         for output, token_id, logprob in zip(list(entry.outputs), token_ids, logprobs, strict=True):
             self._take(output, token_id, logprob, facts)
 
@@ -553,15 +561,15 @@ class BatchScheduler:
             end = chunk.start + chunk.num_tokens
             assert entry.table is not None
             self._cache.name(entry.table, entry.chain.full, end // self._cache.block_size)
+            prompt.logprobs += [part for key, part in result.prompt_logprobs if key == chunk.key]
             if chunk.num_outputs:
                 entry.outputs[0].is_started = True
                 entry.has_landed = True
+                facts.prefilled.append(
+                    (entry.request.request_id, entry.num_cached_tokens, prompt.prompt_logprobs)
+                )
                 self._take_first_tokens(
-                    entry,
-                    result.token_ids[rows],
-                    result.logprobs[rows],
-                    entry.num_cached_tokens,
-                    facts,
+                    entry, result.token_ids[rows], result.logprobs[rows], facts
                 )
                 self._run_if_ready(entry)
         for key in plan.decodes:
@@ -622,6 +630,16 @@ class BatchScheduler:
         entry = self._entries.get(request_id)
         if entry is not None:
             self._end(entry, Facts())
+
+    def end_output(self, request_id: RequestId, output_index: int) -> Facts:
+        """No more of this output is wanted. One that has ended already is no mistake."""
+        facts = Facts()
+        entry = self._entries.get(request_id)
+        if entry is not None and entry.has_first_tokens:
+            for output in list(entry.outputs):
+                if output.index == output_index and not output.has_ended:
+                    self._end_output(output, facts)
+        return facts
 
     def _end_output(self, output: Output, facts: Facts) -> None:
         output.has_ended = True

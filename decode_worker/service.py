@@ -177,10 +177,14 @@ class DecodeService:
         """Sends what came of a step (or of a hand-off's first tokens) to the sessions concerned."""
         now = self._clock.now()
         self._metrics.prompt_tokens.inc(facts.num_local_tokens)
-        for request_id, num_cached_tokens in facts.prefilled:
+        for request_id, num_cached_tokens, prompt_logprobs in facts.prefilled:
             request = self._requests[request_id]
             request.session.put(
-                PrefillDone(request_id=request_id, num_cached_tokens=num_cached_tokens)
+                PrefillDone(
+                    request_id=request_id,
+                    num_cached_tokens=num_cached_tokens,
+                    prompt_logprobs=prompt_logprobs,
+                )
             )
         self._tell_tokens(facts, now)
         for request_id, error in facts.failed:
@@ -298,8 +302,13 @@ class DecodeService:
                     self._submit(session, request)
                 case Route() if message.request_id in session.request_ids:
                     self._route(message, group)
-                case Cancel(request_id=request_id) if request_id in session.request_ids:
-                    self._abort(request_id)
+                case Cancel(request_id=request_id, output_index=index) if (
+                    request_id in session.request_ids
+                ):
+                    if index is None:
+                        self._abort(request_id)
+                    else:
+                        self._tell(self._scheduler.end_output(request_id, index))
                 case Route() | Cancel():
                     pass  # it has ended meanwhile
                 case _:

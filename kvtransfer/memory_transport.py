@@ -30,7 +30,7 @@ class MemoryFabric:
 
     def __init__(self) -> None:
         self._members: dict[str, _Member] = {}
-        self._corruptions = 0
+        self._alterations: deque[Alter] = deque()
         self.num_reads = 0
         self.num_pages = 0
 
@@ -52,15 +52,13 @@ class MemoryFabric:
         self._members[incarnation].is_alive = False
         self._members[incarnation].may_read.set()
 
-    def corrupt(self, num_pages: int) -> None:
-        """The next pages that are read arrive with one byte changed."""
-        self._corruptions += num_pages
+    def alter(self, num_pages: int, change: Alter) -> None:
+        """The next pages that are read arrive changed."""
+        self._alterations.extend([change] * num_pages)
 
-    def take_corruption(self) -> bool:
-        if self._corruptions == 0:
-            return False
-        self._corruptions -= 1
-        return True
+    def arrived(self, row: Any) -> None:
+        if self._alterations:
+            self._alterations.popleft()(row)
 
 
 class MemoryRead:
@@ -112,8 +110,7 @@ class MemoryTransport:
             source = _rows(member.pool, page.kind)[page.block_id]
             target = _rows(self._landing, page.kind)[page.slot[1]]
             target[:] = source
-            if self._fabric.take_corruption():
-                target[0] ^= 1
+            self._fabric.arrived(target)
         return ReadEnd.DONE
 
     async def close(self) -> None:

@@ -13,7 +13,7 @@ from enum import Enum, auto
 from common.errors import TandemError
 from common.messages import FirstTokens, PagesReady
 from common.scheduling.plan import PageKind
-from common.types import BlockId, TokenLogprobs
+from common.types import BlockId, PromptLogprobs, TokenLogprobs
 
 
 class State(Enum):
@@ -51,6 +51,7 @@ class PromptDone:
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs | None, ...]
     num_cached_tokens: int
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,6 +150,7 @@ class HandoffSource:
             token_ids=fact.token_ids,
             logprobs=fact.logprobs,
             num_cached_tokens=fact.num_cached_tokens,
+            prompt_logprobs=fact.prompt_logprobs,
         )
         return [Send(message=message)]
 

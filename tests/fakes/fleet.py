@@ -15,7 +15,7 @@ from typing import Any
 import anyio
 from anyio.abc import TaskGroup
 
-from common.errors import WorkerLost
+from common.errors import TandemError
 from common.events import EventLog
 from common.messages import (
     Admitted,
@@ -29,7 +29,7 @@ from common.messages import (
     TokenBatch,
     pack_tokens,
 )
-from common.rpc import MemoryPeer, Peer, Stream
+from common.rpc import Stream
 from common.scheduling.kv_cache import KvCache
 from common.scheduling.plan import LandingMove, LandingResult, PageKind, StepPlan, StepResult
 from common.types import FinishReason, Role, SamplingParams
@@ -43,6 +43,7 @@ from kvtransfer.landing import LandingZone
 from kvtransfer.memory_transport import MemoryFabric, MemoryTransport
 from prefill_worker.scheduler import PrefillScheduler
 from prefill_worker.service import PrefillService
+from simulator.memory_network import MemoryNetwork
 from simulator.virtual_time import LoopClock
 from tests.fakes.hash_model import LAYOUT_FINGERPRINT, HashRunner
 
@@ -88,7 +89,6 @@ class Worker:
     runner: Any
     metrics: WorkerMetrics
     scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
-    peers: list[MemoryPeer] = field(default_factory=list)
     zone: LandingZone | None = None
 
     def check(self) -> None:
@@ -114,17 +114,10 @@ class Fleet:
     def __init__(self, group: TaskGroup, **settings: Any) -> None:
         self.group = group
         self.fabric = MemoryFabric()
+        self.network = MemoryNetwork(group)
         self.workers: dict[str, Worker] = {}
         self._settings = settings
         self._incarnations = itertools.count(1)
-
-    def connect(self, address: str) -> Peer:
-        worker = self.workers.get(address)
-        if worker is None:
-            return _NoPeer(address)
-        peer = MemoryPeer(worker.service.handlers(), self.group)
-        worker.peers.append(peer)
-        return peer
 
     def add(self, role: Role, address: str, **overrides: Any) -> Worker:
         s = {**self._settings, **overrides}
@@ -168,6 +161,7 @@ class Fleet:
         build = self._prefill if role is Role.PREFILL else self._decode
         worker = build(role, address, s, parts, transport, num_landing)
         self.workers[address] = worker
+        self.network.serve(address, worker.service.handlers())
         self.group.start_soon(self._run, worker)
         return worker
 
@@ -223,7 +217,7 @@ class Fleet:
             identity=parts["identity"],
             transport=transport,
             zone=zone,
-            connect=self.connect,
+            connect=self.network.connect_from(address),
             metrics=parts["metrics"],
             page_bytes=1,
         )
@@ -260,14 +254,25 @@ class Fleet:
         with worker.scope:
             await worker.service.run()
 
-    async def kill(self, address: str) -> None:
+    def kill(self, address: str) -> None:
         """The process is gone: streams break, its memory cannot be read, nothing of it runs on."""
         worker = self.workers.pop(address)
         worker.scope.cancel()
         self.fabric.kill(worker.identity.incarnation)
-        for peer in worker.peers:
-            for stream in peer.streams:
-                stream.break_with(WorkerLost(f"{address}: connection lost"))
+        self.network.kill(address)
+
+    def freeze(self, address: str) -> None:
+        """SIGSTOP: it computes nothing, says nothing, and its memory does not answer."""
+        worker = self.workers[address]
+        worker.device.may_run.clear()
+        self.fabric.hold(worker.identity.incarnation)
+        self.network.freeze(address)
+
+    def resume(self, address: str) -> None:
+        worker = self.workers[address]
+        self.network.resume(address)
+        self.fabric.resume(worker.identity.incarnation)
+        worker.device.may_run.set()
 
     def client(self, decode: str = "d0", prefill: str | None = "p0") -> "Client":
         return Client(self, decode, prefill)
@@ -275,17 +280,6 @@ class Fleet:
     def check_at_rest(self) -> None:
         for worker in self.workers.values():
             worker.check_at_rest()
-
-
-class _NoPeer:
-    def __init__(self, address: str) -> None:
-        self._address = address
-
-    def open(self, method: str) -> Stream:
-        raise WorkerLost(f"{self._address}: connection refused")
-
-    async def close(self) -> None:
-        return None
 
 
 @dataclass
@@ -307,7 +301,7 @@ class Client:
         self._fleet = fleet
         self._prefill = prefill
         self._worker = fleet.workers[decode]
-        self.stream: Stream = fleet.connect(decode).open("Session")
+        self.stream: Stream = fleet.network.connect_from("client")(decode).open("Session")
         self._outputs: dict[str, tuple[Outputs, asyncio.Event, asyncio.Event]] = {}
         self._numbers = itertools.count()
         self._has_begun = False
@@ -353,7 +347,7 @@ class Client:
         self._outputs[request_id][2].set()
 
     async def _receive(self) -> None:
-        with contextlib.suppress(WorkerLost):
+        with contextlib.suppress(TandemError):
             while (message := await self.stream.receive()) is not None:
                 await self._on(message)
         for _, first, end in self._outputs.values():

@@ -256,7 +256,7 @@ def test_a_dead_prefill_worker_is_noticed() -> None:
             sampling = SamplingParams(max_tokens=30, temperature=0)
             _, outputs, _, end = await client.submit(prompt_of(800), sampling)
             await asyncio.sleep(0.1)
-            await f.kill("p0")
+            f.kill("p0")
             await end.wait()
             assert outputs.error is not None
             assert outputs.error.code == "prefill_lost"
