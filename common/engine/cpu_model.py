@@ -66,14 +66,15 @@ class CpuModel:
             self._pages, self._eps, self._scale,
             batch.token_ids, batch.items, batch.runs, batch.tables, batch.wanted,
         )  # fmt: skip
-        others = [
-            self._helpers.submit(k.forward, me, *arguments)
-            for me in range(1, self._num_threads)
-            if self._helpers
-        ]
-        k.forward(0, *arguments)
-        for other in others:
-            other.result()
+
+        def compute(me: int) -> None:
+            k.forward(me, *arguments)
+
+        others = range(1, self._num_threads)
+        helping = [self._helpers.submit(compute, me) for me in others] if self._helpers else []
+        compute(0)
+        for helper in helping:
+            helper.result()
         return torch.from_numpy(self._logits[:num_wanted, : self._config.vocab_size])
 
     def checksum(self, page: Tensor) -> int:
