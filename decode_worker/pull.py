@@ -308,6 +308,7 @@ class Puller:
         self._metrics.pull_seconds.observe(self._clock.now() - started)
         self._metrics.pull_pages.inc(len(action.pages))
         self._metrics.pull_bytes.inc(sum(self._page_bytes[page.kind] for page in action.pages))
+        self._events.record("pages_read", request_id=_id(pull), num_pages=len(action.pages))
         self._on(pull, ReadEnded(read_id=action.read_id, end=end))
 
     async def _land(self, pull: _Pull, action: Land, entry: Entry) -> None:

@@ -568,9 +568,7 @@ class BatchScheduler:
                 facts.prefilled.append(
                     (entry.request.request_id, entry.num_cached_tokens, prompt.prompt_logprobs)
                 )
-                self._take_first_tokens(
-                    entry, result.token_ids[rows], result.logprobs[rows], facts
-                )
+                self._take_first_tokens(entry, result.token_ids[rows], result.logprobs[rows], facts)
                 self._run_if_ready(entry)
         for key in plan.decodes:
             if key in failed:

@@ -2,20 +2,24 @@
 
 `MemoryFabric` stands for the network: transports register their pools with it. Copies happen when
 the event loop runs the read, or when the test lets them: `hold` stops reads of a source (a frozen
-peer) until `resume`, `kill` ends them as disconnected, `corrupt` flips a byte of the next page
+peer) until `resume`, `kill` ends them as disconnected, `alter` changes the next pages that are
 read. Used by tests and by the simulator.
 """
 
 import asyncio
 import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from common.errors import PullFailed
 from common.messages import LinkReply
 from common.scheduling.plan import PageKind
 from kvtransfer.transport import PageRead, PoolAddress, ReadEnd
+
+Alter = Callable[[Any], None]
+"""Changes a page, given as a row of bytes, where it has landed."""
 
 
 @dataclasses.dataclass(slots=True)

@@ -9,10 +9,11 @@ import asyncio
 import contextlib
 import itertools
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import anyio
+import numpy as np
 from anyio.abc import TaskGroup
 
 from common.errors import TandemError
@@ -29,6 +30,7 @@ from common.messages import (
     TokenBatch,
     pack_tokens,
 )
+from common.pages import TAG_BYTES, PageTag, checksum
 from common.rpc import Stream
 from common.scheduling.kv_cache import KvCache
 from common.scheduling.plan import LandingMove, LandingResult, PageKind, StepPlan, StepResult
@@ -50,6 +52,19 @@ from tests.fakes.hash_model import LAYOUT_FINGERPRINT, HashRunner
 STEP_S = 0.02
 MODEL_FINGERPRINT = b"hash-model"
 MAX_MODEL_LEN = 4096
+
+
+def flip_a_byte(row: Any) -> None:
+    row[0] ^= 1
+
+
+def make_stale(row: Any) -> None:
+    """The page as an earlier use of its block would have left it: a whole page, rightly signed."""
+    tag = PageTag.unpack(row[-TAG_BYTES:].tobytes())
+    old = replace(tag, generation=tag.generation - 1, checksum=0)
+    row[-TAG_BYTES:] = np.frombuffer(old.pack(), dtype=np.uint8)
+    signed = old.with_checksum(checksum(row))
+    row[-TAG_BYTES:] = np.frombuffer(signed.pack(), dtype=np.uint8)
 
 
 class SteppedDevice:

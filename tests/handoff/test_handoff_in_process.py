@@ -11,7 +11,7 @@ import pytest
 
 from common.types import FinishReason, SamplingParams
 from simulator.virtual_time import VirtualTimeLoop
-from tests.fakes.fleet import Fleet, fleet
+from tests.fakes.fleet import Fleet, fleet, flip_a_byte
 from tests.fakes.hash_model import VOCAB_SIZE, expected_tokens
 
 
@@ -222,7 +222,7 @@ def test_a_corrupt_page_is_fetched_again_and_the_answer_is_right() -> None:
             client = f.client()
             sampling = SamplingParams(max_tokens=30, temperature=0)
             await client.generate(prompt_of(20), sampling)  # the link is up
-            f.fabric.corrupt(2)
+            f.fabric.alter(2, flip_a_byte)
             prompt = prompt_of(150)
             outputs = await client.generate(prompt, sampling)
             assert outputs.tokens == {0: expected_tokens(prompt, sampling)}
@@ -239,7 +239,7 @@ def test_pages_that_stay_corrupt_end_in_a_typed_error() -> None:
             client = f.client()
             sampling = SamplingParams(max_tokens=30, temperature=0)
             await client.generate(prompt_of(20), sampling)
-            f.fabric.corrupt(1000)
+            f.fabric.alter(1000, flip_a_byte)
             outputs = await client.generate(prompt_of(150), sampling)
             assert outputs.error is not None
             assert outputs.error.code == "page_refused"
