@@ -30,7 +30,11 @@ class Prompt:
 
 
 class OutputTable:
-    def __init__(self, *, max_blocks: int, vocab_size: int, device: str) -> None:
+    def __init__(
+        self, *, max_blocks: int, num_packed: int, num_exact: int, vocab_size: int, device: str
+    ) -> None:
+        self._num_packed = num_packed
+        self._num_exact = num_exact
         self._vocab_size = vocab_size
         self._device = device
         self._row_of: dict[OutputKey, int] = {}
@@ -65,7 +69,7 @@ class OutputTable:
 
     def start(self, start: OutputStart) -> None:
         assert start.key not in self._row_of, f"{start.key} is already started"
-        tokens, sampling = start.token_ids, start.sampling
+        tokens, sampling = np.asarray(start.token_ids, dtype=np.int32), start.sampling
         assert len(tokens) > 0
         assert tokens.min() >= 0
         assert tokens.max() < self._vocab_size
@@ -74,7 +78,9 @@ class OutputTable:
         row = self._free.pop()
         self._row_of[start.key] = row
         self._set_table(row, start.block_ids)
-        self.tail[row] = NO_PAGE if start.tail is None else start.tail
+        self.tail[row] = NO_PAGE
+        if start.tail is not None:
+            self._set_tail(row, start.tail)
         self.num_tokens[row] = len(tokens)
         self.num_prompt_tokens[row] = start.num_prompt_tokens
         self.last_token[row] = tokens[-1]
@@ -104,16 +110,17 @@ class OutputTable:
         row = self._row_of[chunk.key]
         self._set_table(row, chunk.block_ids)
         if chunk.tail is not None:
-            self.tail[row] = chunk.tail
+            self._set_tail(row, chunk.tail)
         return row, self._prompts[row].token_ids[chunk.start : chunk.start + chunk.num_tokens]
 
     def append_block(self, key: OutputKey, block_id: BlockId) -> None:
         row = self._row_of[key]
+        assert 0 <= block_id < self._num_packed, f"{key} grows by block {block_id}"
         self.tables[row, self.num_blocks[row]] = block_id
         self.num_blocks[row] += 1
 
     def give_tail(self, key: OutputKey, block_id: BlockId) -> None:
-        self.tail[self._row_of[key]] = block_id
+        self._set_tail(self._row_of[key], block_id)
 
     def first_seeds(self, chunk: PrefillChunk) -> list[int]:
         """Seeds of the first tokens that a prompt's last chunk yields."""
@@ -151,7 +158,17 @@ class OutputTable:
                 if row in self._extras:
                     self._extras[row].record(token_id)
 
+    def _set_tail(self, row: int, block_id: BlockId) -> None:
+        assert 0 <= block_id < self._num_exact, f"exact page {block_id} as a tail"
+        self.tail[row] = block_id
+
     def _set_table(self, row: int, block_ids: tuple[BlockId, ...]) -> None:
+        """Kernels follow these ids without looking, so a wrong one must end here."""
+        if block_ids:
+            assert 0 <= block_ids[0] < self._num_exact, f"exact page {block_ids[0]} as block 0"
+        if len(block_ids) > 1:
+            assert min(block_ids[1:]) >= 0
+            assert max(block_ids[1:]) < self._num_packed
         self.tables[row, : len(block_ids)] = block_ids
         self.num_blocks[row] = len(block_ids)
 

@@ -11,10 +11,13 @@ from torch import Tensor
 
 from common.model_config import ModelConfig, RopeConfig, RopeKind
 
+MAX_BLOCK_SIZE = 32
+
 
 def rope_tables(config: ModelConfig) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Cosines and sines, each [max_position_embeddings, head_dim / 2]."""
-    positions = torch.arange(config.max_position_embeddings, dtype=torch.float32)
+    """Cosines and sines, each [positions, head_dim / 2], for every position a block can hold."""
+    num_positions = -(-config.max_position_embeddings // MAX_BLOCK_SIZE) * MAX_BLOCK_SIZE
+    positions = torch.arange(num_positions, dtype=torch.float32)
     angles = torch.outer(positions, inverse_frequencies(config.rope, config.head_dim))
     return angles.cos().numpy(), angles.sin().numpy()
 

@@ -82,9 +82,12 @@ class ModelRunner:
         self._backend = backend
         self._incarnation = incarnation
         self._device = device
-        max_blocks = -(-config.max_position_embeddings // self.layout.block_size) + 1
         self._outputs = OutputTable(
-            max_blocks=max_blocks, vocab_size=config.vocab_size, device=device
+            max_blocks=-(-config.max_position_embeddings // self.layout.block_size),
+            num_packed=len(pool.packed),
+            num_exact=len(pool.exact),
+            vocab_size=config.vocab_size,
+            device=device,
         )
 
     @property

@@ -47,6 +47,7 @@ class _SelfTest:
         self._backend = backend
         self._block_size = block_size
         self._device = pool.packed.device
+        self._num_packed, self._num_exact = len(pool.packed), len(pool.exact)
         self._tokens = _tokens(room, config.vocab_size)
 
     def run(self) -> None:
@@ -87,6 +88,8 @@ class _SelfTest:
     def _outputs(self, block_ids: tuple[int, ...], num_tokens: int) -> OutputTable:
         outputs = OutputTable(
             max_blocks=1 + LONG // self._block_size,
+            num_packed=self._num_packed,
+            num_exact=self._num_exact,
             vocab_size=self._config.vocab_size,
             device=str(self._device),
         )
