@@ -17,7 +17,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.errors import MalformedMessage, TandemError, from_code
-from common.types import FinishReason, RequestId, Role, SamplingParams, TokenLogprobs
+from common.types import (
+    FinishReason,
+    PromptLogprobs,
+    RequestId,
+    Role,
+    SamplingParams,
+    TokenLogprobs,
+)
 from common.wire import wire_message
 
 PROTOCOL_VERSION = 1
@@ -149,7 +156,10 @@ class Route:
 @wire_message
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cancel:
+    """The request, or one output of it, is not wanted any more."""
+
     request_id: RequestId
+    output_index: int | None = None
 
 
 @wire_message
@@ -161,6 +171,7 @@ class PrefillDone:
 
     request_id: RequestId
     num_cached_tokens: int
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 @wire_message
@@ -241,6 +252,7 @@ class FirstTokens:
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs | None, ...]
     num_cached_tokens: int
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 @wire_message

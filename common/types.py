@@ -5,6 +5,7 @@ see text.
 """
 
 import hashlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -53,7 +54,10 @@ class SamplingParams:
     `temperature` 0 is greedy. `top_k` 0 and `top_p` 1 are off. `stop_token_ids` holds every id that
     ends the request (end of text included, unless the client asked to ignore it). `logprobs` is the
     number of alternatives wanted beside the sampled token's own (None: no logprobs). `min_tokens`
-    masks the stop ids until that many tokens are generated.
+    masks the stop ids until that many tokens are generated. `bad_words` are token sequences whose
+    last token is never sampled after the others. `prompt_logprobs` asks for the same as `logprobs`
+    for the prompt's tokens. `grammar` (llguidance's form) allows only tokens that keep the output
+    a prefix of the language; it rules over bias and `min_tokens`.
     """
 
     max_tokens: int
@@ -70,6 +74,9 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     logprobs: int | None = None
     n: int = 1
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    prompt_logprobs: int | None = None
+    grammar: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,3 +86,29 @@ class TokenLogprobs:
     logprob: float
     top_ids: tuple[int, ...]
     top_logprobs: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptLogprobs:
+    """Log-probabilities of a prompt's tokens from the second one on, as columns.
+
+    `logprobs` (float32) and `ranks` (int32, 1 is the most likely) have a value per token; `top_ids`
+    (int32) and `top_logprobs` (float32) `num_top` per token, best first.
+    """
+
+    num_top: int
+    logprobs: bytes = b""
+    ranks: bytes = b""
+    top_ids: bytes = b""
+    top_logprobs: bytes = b""
+
+    @staticmethod
+    def joined(num_top: int, parts: Iterable["PromptLogprobs"]) -> "PromptLogprobs":
+        parts = list(parts)
+        return PromptLogprobs(
+            num_top=num_top,
+            logprobs=b"".join(part.logprobs for part in parts),
+            ranks=b"".join(part.ranks for part in parts),
+            top_ids=b"".join(part.top_ids for part in parts),
+            top_logprobs=b"".join(part.top_logprobs for part in parts),
+        )

@@ -15,7 +15,7 @@ from common.errors import ContextLengthExceeded, PromptTooLargeForPool
 from common.scheduling.kv_cache import KvCache
 from common.scheduling.plan import PageKind, PrefillChunk, StepPlan, StepResult, TagOrder
 from common.scheduling.prompt_queue import Prompt, PromptQueue
-from common.types import BlockId, OutputKey, TokenLogprobs
+from common.types import BlockId, OutputKey, PromptLogprobs, TokenLogprobs
 from kvtransfer.source import Page
 
 
@@ -32,6 +32,7 @@ class PromptComputed:
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs | None, ...]
     num_cached_tokens: int
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,6 +177,7 @@ class PrefillScheduler:
             return [PromptFailed(key=chunk.key)]
         chain = self._chains[chunk.key]
         end = chunk.start + chunk.num_tokens
+        prompt.logprobs += [part for key, part in result.prompt_logprobs if key == chunk.key]
         self._cache.name(prompt.table, chain.full, end // self._cache.block_size)
         pages = self._finished_pages(prompt, chain, end)
         self._cache.hold((page.kind, page.block_id) for page in pages)
@@ -188,6 +190,7 @@ class PrefillScheduler:
                     token_ids=result.token_ids[rows],
                     logprobs=result.logprobs[rows],
                     num_cached_tokens=prompt.num_cached_tokens,
+                    prompt_logprobs=prompt.prompt_logprobs,
                 )
             )
             self._free(prompt)

@@ -180,6 +180,7 @@ class PrefillService:
                         token_ids=fact.token_ids,
                         logprobs=fact.logprobs,
                         num_cached_tokens=fact.num_cached_tokens,
+                        prompt_logprobs=fact.prompt_logprobs,
                     ),
                 )
             case PromptFailed() if handoff is not None:
@@ -227,7 +228,9 @@ class PrefillService:
             token_ids=token_ids,
             num_prompt_tokens=request.num_prompt_tokens,
             sampling=request.sampling,
-            hashes=shareable(chain.full, len(token_ids), self._identity.block_size),
+            hashes=shareable(
+                chain.full, len(token_ids), self._identity.block_size, request.sampling
+            ),
             output_index=request.output_index,
             priority=request.priority,
         )

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from common.engine.outputs import NO_PAGE, OutputTable
 from common.scheduling.plan import PrefillChunk, StepPlan
+from common.types import OutputKey
 
 MAX_RUN_TOKENS = 64
 """Query tokens of one run: enough to make loading a block cheap, few enough to share among threads.
@@ -38,7 +39,20 @@ class StepBatch:
     tables: NDArray[np.int32]
     """[table rows, max_blocks], shared with the `OutputTable`"""
     wanted: NDArray[np.int64]
-    """[num_logits]: rows whose logits are wanted, finished prompts first, then decodes"""
+    """[num_logits]: rows whose logits are wanted: finished prompts first, then decodes, then the
+    rows of prompts whose log-probabilities are wanted"""
+    num_sampled: int
+    """Leading entries of `wanted` that tokens are sampled from."""
+    scored: tuple["ScoredRows", ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoredRows:
+    """Rows of a chunk that predict prompt tokens, in the order of `wanted`."""
+
+    key: OutputKey
+    targets: NDArray[np.int32]
+    num_top: int
 
 
 def make_batch(plan: StepPlan, outputs: OutputTable, block_size: int) -> StepBatch:
@@ -47,6 +61,8 @@ def make_batch(plan: StepPlan, outputs: OutputTable, block_size: int) -> StepBat
     items: list[NDArray[np.int64]] = []
     runs: list[NDArray[np.int64]] = []
     wanted: list[int] = []
+    scored: list[ScoredRows] = []
+    scored_rows: list[int] = []
     row = 0
     for chunk in plan.chunks:
         table_row, chunk_tokens = outputs.place_chunk(chunk)
@@ -56,6 +72,9 @@ def make_batch(plan: StepPlan, outputs: OutputTable, block_size: int) -> StepBat
         positions.append(np.arange(chunk.start, chunk.start + chunk.num_tokens, dtype=np.int32))
         items.append(_chunk_items(chunk, row, block_size))
         runs.append(_chunk_runs(chunk, row, table_row))
+        if found := outputs.scored(chunk):
+            scored.append(ScoredRows(key=chunk.key, targets=found[0], num_top=found[1]))
+            scored_rows.extend(range(row, row + len(found[0])))
         row += chunk.num_tokens
         if chunk.num_outputs:
             wanted.append(row - 1)
@@ -74,7 +93,9 @@ def make_batch(plan: StepPlan, outputs: OutputTable, block_size: int) -> StepBat
         items=np.concatenate(items),
         runs=np.concatenate(runs),
         tables=outputs.tables,
-        wanted=np.array(wanted, dtype=np.int64),
+        wanted=np.array(wanted + scored_rows, dtype=np.int64),
+        num_sampled=len(wanted),
+        scored=tuple(scored),
     )
 
 

@@ -122,6 +122,16 @@ class OutputTable:
     def give_tail(self, key: OutputKey, block_id: BlockId) -> None:
         self._set_tail(self._row_of[key], block_id)
 
+    def scored(self, chunk: PrefillChunk) -> tuple[NDArray[np.int32], int] | None:
+        """The prompt tokens that the chunk's rows predict, and how many alternatives are wanted for
+        each; None when none are.
+        """
+        prompt = self._prompts[self._row_of[chunk.key]]
+        num_top = prompt.sampling.prompt_logprobs
+        if num_top is None:
+            return None
+        return prompt.token_ids[chunk.start + 1 : chunk.start + chunk.num_tokens + 1], num_top
+
     def first_seeds(self, chunk: PrefillChunk) -> list[int]:
         """Seeds of the first tokens that a prompt's last chunk yields."""
         prompt = self._prompts[self._row_of[chunk.key]]

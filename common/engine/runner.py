@@ -7,6 +7,7 @@ nothing. It is one rank of a group of size 1.
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -15,10 +16,11 @@ import torch
 from numpy.typing import NDArray
 
 from common.engine.backend import Backend, load_backend
-from common.engine.batch import make_batch
+from common.engine.batch import StepBatch, make_batch
+from common.engine.grammar import GrammarTable
 from common.engine.outputs import OutputTable
 from common.engine.pools import PageArena
-from common.engine.sampler import Sampled, sample
+from common.engine.sampler import Sampled, sample, score
 from common.engine.self_test import check_row_invariance
 from common.engine.weights import model_fingerprint
 from common.errors import ConfigError
@@ -27,12 +29,13 @@ from common.pages import TAG_BYTES, PageLayout, PageTag, codec_named, tag_mismat
 from common.scheduling.plan import (
     LandingMove,
     LandingResult,
+    OutputStart,
     PageKind,
     StepPlan,
     StepResult,
     TagOrder,
 )
-from common.types import OutputKey, TokenLogprobs
+from common.types import OutputKey, PromptLogprobs, TokenLogprobs
 
 
 class Runner(Protocol):
@@ -70,6 +73,7 @@ class ModelRunner:
         backend: Backend,
         pool: PageArena,
         landing: PageArena,
+        grammars: GrammarTable,
         layout_fingerprint: bytes,
         incarnation: int,
         device: str = "cpu",
@@ -81,6 +85,7 @@ class ModelRunner:
         self.layout_fingerprint = layout_fingerprint
         self._backend = backend
         self._incarnation = incarnation
+        self._grammars = grammars
         self._device = device
         self._outputs = OutputTable(
             max_blocks=-(-config.max_position_embeddings // self.layout.block_size),
@@ -99,20 +104,21 @@ class ModelRunner:
         began = time.perf_counter()
         for key in plan.drops:
             self._outputs.drop(key)
+            self._grammars.drop(key)
         for kind, block_id in plan.clears:
             self._clear_tag(kind, block_id)
         for source, destination in plan.copies:
             self._copy_exact(source, destination)
         for start in plan.starts:
-            self._outputs.start(start)
+            self._start(start)
         for key, block_id in plan.grown:
             self._outputs.append_block(key, block_id)
         for key, block_id in plan.tails:
             self._outputs.give_tail(key, block_id)
-        keys, sampled = self._forward(plan) if plan.chunks or plan.decodes else ((), None)
+        outcome = self._forward(plan) if plan.chunks or plan.decodes else _Outcome()
         for order in plan.tags:
             self._write_tag(order)
-        return _result(plan.step, keys, sampled, time.perf_counter() - began)
+        return _result(plan.step, outcome, time.perf_counter() - began)
 
     def land(self, moves: Sequence[LandingMove]) -> LandingResult:
         return LandingResult(refusals=tuple(self._land(move) for move in moves))
@@ -121,14 +127,23 @@ class ModelRunner:
         """Raise unless rows come out the same to the bit whatever stands beside them."""
         check_row_invariance(self.config, self._backend, self.pool)
 
-    def _forward(self, plan: StepPlan) -> tuple[tuple[OutputKey, ...], Sampled | None]:
-        """Keys and samples, one for each first token wanted and each decode."""
+    def _start(self, start: OutputStart) -> None:
+        self._outputs.start(start)
+        if start.sampling.grammar is not None:
+            output = start.token_ids[start.num_prompt_tokens :].tolist()
+            self._grammars.start(start.key, start.sampling.grammar, output)
+
+    def _forward(self, plan: StepPlan) -> "_Outcome":
+        """Samples for each first token wanted and each decode, scores of prompts."""
         batch = make_batch(plan, self._outputs, self.layout.block_size)
-        logits = self._backend.forward(batch)
         finished = [chunk for chunk in plan.chunks if chunk.num_outputs]
+        pending = self._grammars.begin([chunk.key for chunk in finished] + list(plan.decodes))
+        logits = self._backend.forward(batch)
+        scores = _scores(batch, logits)
+        logits = logits[: batch.num_sampled]
         decodes = self._outputs.rows(plan.decodes)
         if not finished and not len(decodes):
-            return (), None
+            return _Outcome(scores=scores)
         first_rows = np.array([self._outputs.row(chunk.key) for chunk in finished], dtype=np.int64)
         repeats = [chunk.num_outputs for chunk in finished] + [1] * len(decodes)
         seeds = [seed for chunk in finished for seed in self._outputs.first_seeds(chunk)]
@@ -136,20 +151,33 @@ class ModelRunner:
         if len(rows) != len(logits):
             logits = logits.repeat_interleave(torch.tensor(repeats, device=logits.device), dim=0)
         all_seeds = np.concatenate([np.array(seeds, dtype=np.uint64), self._outputs.seed[decodes]])
-        sampled = sample(logits, self._outputs.sampling_rows(rows, all_seeds))
-        self._record(rows, sampled, repeats)
+        masks = None if pending is None else pending.masks(repeats)
+        sampled = sample(logits, self._outputs.sampling_rows(rows, all_seeds), masks)
         keys = (
             tuple(chunk.key for chunk in finished for _ in range(chunk.num_outputs)) + plan.decodes
         )
-        return keys, sampled
+        if len(self._grammars):
+            is_good = [not self._grammars.has_failed(key) for key in keys]
+            sampled = replace(sampled, is_finite=sampled.is_finite & np.array(is_good))
+        self._record(keys, rows, sampled, repeats)
+        return _Outcome(keys=keys, sampled=sampled, scores=scores)
 
-    def _record(self, rows: NDArray[np.int64], sampled: Sampled, repeats: list[int]) -> None:
+    def _record(
+        self,
+        keys: tuple[OutputKey, ...],
+        rows: NDArray[np.int64],
+        sampled: Sampled,
+        repeats: list[int],
+    ) -> None:
         """The first output of each prompt goes on under its key, the others start later with states
         of their own.
         """
         leads = np.cumsum([0, *repeats[:-1]])
         leads = leads[sampled.is_finite[leads]]
         self._outputs.record(rows[leads], sampled.token_ids[leads])
+        if len(self._grammars):
+            for lead in leads.tolist():
+                self._grammars.record(keys[lead], int(sampled.token_ids[lead]))
 
     def _pages(self, kind: PageKind, arena: PageArena) -> torch.Tensor:
         return arena.packed if kind is PageKind.PACKED else arena.exact
@@ -199,11 +227,29 @@ def _put_tag(page: torch.Tensor, tag: bytes) -> None:
     page[-TAG_BYTES:] = torch.frombuffer(bytearray(tag), dtype=torch.uint8).to(page.device)
 
 
-def _result(
-    step: int, keys: tuple[OutputKey, ...], sampled: Sampled | None, duration_s: float
-) -> StepResult:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Outcome:
+    """Of a forward pass: samples under their keys, and scores of prompts."""
+
+    keys: tuple[OutputKey, ...] = ()
+    sampled: Sampled | None = None
+    scores: tuple[tuple[OutputKey, PromptLogprobs], ...] = ()
+
+
+def _scores(batch: StepBatch, logits: torch.Tensor) -> tuple[tuple[OutputKey, PromptLogprobs], ...]:
+    found = []
+    first = batch.num_sampled
+    for rows in batch.scored:
+        end = first + len(rows.targets)
+        found.append((rows.key, score(logits[first:end], rows.targets, rows.num_top)))
+        first = end
+    return tuple(found)
+
+
+def _result(step: int, outcome: _Outcome, duration_s: float) -> StepResult:
+    keys, sampled = outcome.keys, outcome.sampled
     if sampled is None:
-        return StepResult(step=step, duration_s=duration_s)
+        return StepResult(step=step, prompt_logprobs=outcome.scores, duration_s=duration_s)
     token_ids = sampled.token_ids.tolist()
     if sampled.is_finite.all():
         return StepResult(
@@ -211,6 +257,7 @@ def _result(
             keys=keys,
             token_ids=tuple(token_ids),
             logprobs=sampled.logprobs,
+            prompt_logprobs=outcome.scores,
             duration_s=duration_s,
         )
     good: list[tuple[OutputKey, int, TokenLogprobs | None]] = [
@@ -227,6 +274,7 @@ def _result(
         token_ids=tuple(token for _, token, _ in good),
         logprobs=tuple(logprobs for _, _, logprobs in good),
         failed=tuple(dict.fromkeys(bad)),
+        prompt_logprobs=outcome.scores,
         duration_s=duration_s,
     )
 
@@ -276,6 +324,11 @@ def load_runner(
         backend=backend,
         pool=pool,
         landing=PageArena(layout, num_landing_packed, num_landing_exact, device),
+        grammars=GrammarTable(
+            Path(model_dir) / "tokenizer.json",
+            vocab_size=config.vocab_size,
+            eos_token_ids=config.eos_token_ids,
+        ),
         layout_fingerprint=layout.fingerprint(model_fingerprint(model_dir)),
         incarnation=incarnation,
         device=device,

@@ -1,10 +1,10 @@
 """From logits to tokens: one piece of code for first tokens and all others, on every worker.
 
-Order, per row: minimum tokens and bias, penalties, then greedy, or temperature, min_p, top_k, top_p
-and one draw. The draw uses one uniform number that depends only on the output's seed and the
-token's absolute position, so the same request gives the same tokens in any batch, on any worker,
-and after being moved. No row's arithmetic looks at another row, and a step of greedy rows costs one
-argmax.
+Order, per row: minimum tokens, bad words and bias, penalties, the grammar's mask, then greedy, or
+temperature, min_p, top_k, top_p and one draw. The draw uses one uniform number that depends only on
+the output's seed and the token's absolute position, so the same request gives the same tokens in
+any batch, on any worker, and after being moved. No row's arithmetic looks at another row, and a
+step of greedy rows costs one argmax.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from common.types import SamplingParams, TokenLogprobs
+from common.engine.grammar import TokenMasks
+from common.types import PromptLogprobs, SamplingParams, TokenLogprobs
 
 GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy; dividing by them would only overflow."""
@@ -25,12 +26,17 @@ NUM_CANDIDATES = 1024
 vocabulary.
 """
 
+SCORED_AT_ONCE = 64
+"""Prompt rows whose log-probabilities are in memory at the same time."""
+
 _U64 = np.uint64
 
 
 @dataclass(slots=True)
 class Extras:
-    """What only some requests ask for: bias, minimum length, penalties. One per such output."""
+    """What only some requests ask for: bias, bad words, minimum length, penalties. One per such
+    output.
+    """
 
     params: SamplingParams
     bias_ids: Tensor
@@ -40,6 +46,8 @@ class Extras:
     """[vocab] bool; kept only with a repetition penalty."""
     output_counts: Tensor | None = None
     """[vocab] float32; kept only with penalties."""
+    recent: list[int] = field(default_factory=list)
+    """The last tokens of the output, as many as bad words look back."""
 
     @classmethod
     def of(
@@ -54,7 +62,7 @@ class Extras:
         has_penalties = bool(
             params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty
         )
-        if not (has_penalties or params.logit_bias or params.min_tokens):
+        if not (has_penalties or params.logit_bias or params.min_tokens or params.bad_words):
             return None
 
         def ids(values: Sequence[int]) -> Tensor:
@@ -69,6 +77,7 @@ class Extras:
             bias=torch.tensor([b for _, b in bias], dtype=torch.float32, device=device),
             stop_ids=ids(params.stop_token_ids),
         )
+        extras._remember(output.tolist())
         if has_penalties:
             counts = np.bincount(output, minlength=vocab_size).astype(np.float32)
             extras.output_counts = torch.from_numpy(counts).to(device)
@@ -78,6 +87,7 @@ class Extras:
         return extras
 
     def record(self, token_id: int) -> None:
+        self._remember([token_id])
         if self.output_counts is not None:
             self.output_counts[token_id] += 1
 
@@ -85,10 +95,22 @@ class Extras:
         """Change one row of logits [vocab] in place."""
         if num_output_tokens < self.params.min_tokens and len(self.stop_ids):
             row[self.stop_ids] = -torch.inf
+        if self.params.bad_words:
+            self._ban(row)
         if len(self.bias_ids):
             row.index_add_(0, self.bias_ids, self.bias)
         if self.output_counts is not None and self.in_prompt is not None:
             self._penalise(row, self.output_counts, self.in_prompt)
+
+    def _remember(self, token_ids: list[int]) -> None:
+        if self.params.bad_words:
+            longest = max(map(len, self.params.bad_words))
+            self.recent = [*self.recent, *token_ids][-longest:]
+
+    def _ban(self, row: Tensor) -> None:
+        for *before, last in self.params.bad_words:
+            if self.recent[len(self.recent) - len(before) :] == before and last < len(row):
+                row[last] = -torch.inf
 
     def _penalise(self, row: Tensor, counts: Tensor, in_prompt: Tensor) -> None:
         appeared = counts > 0
@@ -126,10 +148,12 @@ class Sampled:
     logprobs: tuple[TokenLogprobs | None, ...]
 
 
-def sample(logits: Tensor, rows: SamplingRows) -> Sampled:
+def sample(logits: Tensor, rows: SamplingRows, masks: TokenMasks | None = None) -> Sampled:
     """One token for each row of logits [num_rows, vocab] float32. `logits` is left as it is."""
     is_finite = torch.isfinite(logits.sum(dim=1)).cpu().numpy()
     adjusted = _with_extras(logits, rows)
+    if masks is not None:
+        adjusted = _masked(logits, adjusted, masks)
     tokens = adjusted.argmax(dim=1).cpu().numpy()
     drawn = np.flatnonzero((rows.temperature >= GREEDY_BELOW) & is_finite)
     if len(drawn):
@@ -160,6 +184,41 @@ def _with_extras(logits: Tensor, rows: SamplingRows) -> Tensor:
     for index, extras in rows.extras.items():
         extras.apply(adjusted[index], int(rows.num_output_tokens[index]))
     return adjusted
+
+
+def _masked(logits: Tensor, adjusted: Tensor, masks: TokenMasks) -> Tensor:
+    """Only what the grammar allows is left. Where the extras forbid all of that, they give way."""
+    rows = torch.from_numpy(masks.rows).to(logits.device)
+    bits = torch.from_numpy(masks.bits).to(logits.device).unsqueeze(-1)
+    places = torch.arange(32, dtype=torch.int32, device=logits.device)
+    is_banned = ((bits >> places) & 1 == 0).flatten(1)[:, : logits.shape[1]]
+    if adjusted is logits:
+        adjusted = logits.clone()
+    allowed = adjusted[rows].masked_fill_(is_banned, -torch.inf)
+    is_empty = allowed.amax(dim=1) == -torch.inf
+    allowed[is_empty] = logits[rows][is_empty].masked_fill_(is_banned[is_empty], -torch.inf)
+    adjusted[rows] = allowed
+    return adjusted
+
+
+def score(logits: Tensor, targets: NDArray[np.int32], num_top: int) -> PromptLogprobs:
+    """How likely each target [num_rows] was, given the logits [num_rows, vocab] before it."""
+    parts = []
+    for first in range(0, len(targets), SCORED_AT_ONCE):
+        rows = torch.log_softmax(logits[first : first + SCORED_AT_ONCE], dim=1)
+        chosen = torch.from_numpy(targets[first : first + SCORED_AT_ONCE]).long().to(logits.device)
+        own = rows.gather(1, chosen.unsqueeze(1))
+        best = rows.topk(min(num_top, rows.shape[1]), dim=1)
+        parts.append(
+            PromptLogprobs(
+                num_top=num_top,
+                logprobs=own.cpu().numpy().tobytes(),
+                ranks=((rows > own).sum(dim=1) + 1).int().cpu().numpy().tobytes(),
+                top_ids=best.indices.int().cpu().numpy().tobytes(),
+                top_logprobs=best.values.cpu().numpy().tobytes(),
+            )
+        )
+    return PromptLogprobs.joined(num_top, parts)
 
 
 def _draw(logits: Tensor, which: NDArray[np.int64], rows: SamplingRows) -> NDArray[np.int64]:

@@ -21,7 +21,7 @@ from enum import IntEnum
 import numpy as np
 from numpy.typing import NDArray
 
-from common.types import BlockId, OutputKey, SamplingParams, TokenLogprobs
+from common.types import BlockId, OutputKey, PromptLogprobs, SamplingParams, TokenLogprobs
 
 
 class PageKind(IntEnum):
@@ -127,6 +127,8 @@ class StepResult:
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs | None, ...] = ()
     failed: tuple[OutputKey, ...] = ()
+    prompt_logprobs: tuple[tuple[OutputKey, PromptLogprobs], ...] = ()
+    """For each chunk whose request asks for them."""
     duration_s: float = 0.0
 
 

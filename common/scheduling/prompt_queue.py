@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from common.scheduling.kv_cache import BlockTable, KvCache
 from common.scheduling.plan import OutputStart, PrefillChunk
-from common.types import OutputKey, SamplingParams
+from common.types import OutputKey, PromptLogprobs, SamplingParams
 
 AGEING_TOKENS_PER_S = 1024.0
 MAX_OVERTAKEN_S = 2.0
@@ -48,6 +48,7 @@ class Prompt:
     table: BlockTable | None = None
     num_computed_tokens: int = 0
     num_cached_tokens: int = 0
+    logprobs: list[PromptLogprobs] = field(default_factory=list)
     order: tuple[int, float, int] = field(default=(0, 0.0, 0))
 
     @property
@@ -58,11 +59,24 @@ class Prompt:
     def is_started(self) -> bool:
         return self.table is not None
 
+    @property
+    def prompt_logprobs(self) -> PromptLogprobs | None:
+        """Those of all chunks, if they are wanted."""
+        num_top = self.sampling.prompt_logprobs
+        return None if num_top is None else PromptLogprobs.joined(num_top, self.logprobs)
 
-def shareable(hashes: list[bytes], num_tokens: int, block_size: int) -> list[bytes]:
+
+def shareable(
+    hashes: list[bytes],
+    num_tokens: int,
+    block_size: int,
+    sampling: SamplingParams | None = None,
+) -> list[bytes]:
     """The leading full blocks of a prompt that a prefix hit may cover: all but the last token's
-    block.
+    block, and none when the prompt's log-probabilities are wanted: these must be computed.
     """
+    if sampling is not None and sampling.prompt_logprobs is not None:
+        return []
     return hashes[: (num_tokens - 1) // block_size]
 
 

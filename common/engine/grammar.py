@@ -1,0 +1,121 @@
+"""Which tokens a grammar allows next: one matcher per output that has a grammar, advanced token by
+token.
+
+A matcher is made when its output starts and fed the tokens generated so far, so a grammar survives
+hand-off, preemption and recovery without any state of its own on the wire. The masks of a step
+depend on tokens that are known before its forward pass, so they are computed beside it: `begin`
+before the pass, `Pending.masks` after it. The tokenizer is loaded with the first grammar.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from llguidance import LLExecutor, LLMatcher, LLTokenizer
+from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask_par
+from numpy.typing import NDArray
+
+from common.types import OutputKey
+
+MAX_COMPILED = 64
+"""Grammars kept compiled, the least recently used one goes first."""
+
+MAX_THREADS = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenMasks:
+    """`bits` [len(rows), words] int32: bit i of a row's words is set where token i is allowed."""
+
+    rows: NDArray[np.int64]
+    bits: NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pending:
+    """Masks under way, for the outputs at `rows` of a step."""
+
+    rows: NDArray[np.int64]
+    bits: Future[NDArray[np.int32]]
+
+    def masks(self, repeats: Sequence[int]) -> TokenMasks:
+        """For a step in which output i stands for `repeats[i]` rows. Waits until they are there."""
+        starts = np.cumsum([0, *repeats[:-1]])
+        counts = np.asarray(repeats)[self.rows]
+        rows = [np.arange(starts[row], starts[row] + repeats[row]) for row in self.rows.tolist()]
+        return TokenMasks(
+            rows=np.concatenate(rows), bits=np.repeat(self.bits.result(), counts, axis=0)
+        )
+
+
+class GrammarTable:
+    def __init__(self, tokenizer: Path, *, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+        self._path = tokenizer
+        self._vocab_size = vocab_size
+        self._eos_token_ids = list(eos_token_ids)
+        self._tokenizer: LLTokenizer | None = None
+        self._executor: LLExecutor | None = None
+        self._beside = ThreadPoolExecutor(1, thread_name_prefix="grammar")
+        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
+        self._matchers: dict[OutputKey, LLMatcher] = {}
+
+    def __len__(self) -> int:
+        return len(self._matchers)
+
+    def start(self, key: OutputKey, grammar: str, output: Iterable[int]) -> None:
+        """`output` is what has been generated under the grammar so far."""
+        matcher = self._compile(grammar).deep_copy()
+        for token_id in output:
+            matcher.consume_token(token_id)
+        self._matchers[key] = matcher
+
+    def drop(self, key: OutputKey) -> None:
+        self._matchers.pop(key, None)
+
+    def record(self, key: OutputKey, token_id: int) -> None:
+        if matcher := self._matchers.get(key):
+            matcher.consume_token(token_id)
+
+    def has_failed(self, key: OutputKey) -> bool:
+        """The grammar cannot be used, or was left: tokens sampled under it mean nothing."""
+        matcher = self._matchers.get(key)
+        return matcher is not None and matcher.is_error()
+
+    def begin(self, keys: Sequence[OutputKey]) -> Pending | None:
+        """Masks for the next tokens of these outputs; None when none of them has a grammar."""
+        if not self._matchers:
+            return None
+        found = [
+            (row, matcher)
+            for row, key in enumerate(keys)
+            if (matcher := self._matchers.get(key)) is not None and not matcher.is_error()
+        ]
+        if not found:
+            return None
+        rows = np.array([row for row, _ in found], dtype=np.int64)
+        matchers = [matcher for _, matcher in found]
+        return Pending(rows=rows, bits=self._beside.submit(self._fill, matchers))
+
+    def _fill(self, matchers: list[LLMatcher]) -> NDArray[np.int32]:
+        bits = allocate_token_bitmask(len(matchers), self._vocab_size)
+        if self._executor is None:
+            self._executor = LLExecutor(MAX_THREADS)
+        places = [(matcher, row) for row, matcher in enumerate(matchers)]
+        fill_next_token_bitmask_par(self._executor, places, bits)
+        return bits
+
+    def _compile(self, grammar: str) -> LLMatcher:
+        matcher = self._compiled.pop(grammar, None)
+        if matcher is None:
+            if self._tokenizer is None:
+                self._tokenizer = LLTokenizer(
+                    str(self._path), n_vocab=self._vocab_size, eos_token=self._eos_token_ids
+                )
+            matcher = LLMatcher(self._tokenizer, grammar, log_level=0)
+            while len(self._compiled) >= MAX_COMPILED:
+                self._compiled.popitem(last=False)
+        self._compiled[grammar] = matcher
+        return matcher
