@@ -9,7 +9,7 @@ form, and is done once per block.
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
+from numba import njit, types
 from torch import Tensor
 
 from common.kernels.cpu.simd import (
@@ -167,7 +167,7 @@ def transpose_rows(rows, row_stride, num_rows, head_dim, out):
             transpose8(rows + j * row_stride + d * 4, row_stride, granule + d * 64, 64)
 
 
-@njit(nogil=True, cache=True)
+@njit(types.uint64(types.int64, types.int64), nogil=True, cache=True)
 def checksum_of(at, num_bytes):
     """As `common.pages.checksum`: words times odd factors, the last word left out."""
     total = np.uint64(0)
