@@ -22,7 +22,7 @@ from common.engine.device_thread import DeviceThread
 from common.engine.runner import ModelRunner
 from common.engine.start import EngineDevice, Sizes, open_runner, plan_memory
 from common.engine.weights import model_fingerprint
-from common.errors import ConfigError, TandemError
+from common.errors import ConfigError, InternalError, TandemError
 from common.events import EventLog, open_events
 from common.model_config import ModelConfig
 from common.rpc import Handler, serve
@@ -55,6 +55,8 @@ class Parts:
     clock: Clock
     metrics: WorkerMetrics
     events: EventLog
+    give_up: Callable[[str], None]
+    """The worker cannot go on: it drains and ends with exit code 1. Takes the reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,8 +97,11 @@ async def _run(config: WorkerConfig, assemble: Assemble) -> None:
     metrics_server = serve_metrics(config.metrics, metrics.registry)
     try:
         with DeviceThread(config.role) as thread, open_events(config.event_log) as events_file:
-            parts = await _open(config, thread, metrics, metrics_server, events_file)
-            await _serve(config, parts, assemble)
+            ending = _Ending()
+            parts = await _open(
+                config, thread, metrics, metrics_server, events_file, ending.give_up
+            )
+            await _serve(config, parts, assemble, ending)
     finally:
         metrics_server.close()
 
@@ -107,6 +112,7 @@ async def _open(
     metrics: WorkerMetrics,
     metrics_server: MetricsServer,
     events_file: IO[str] | None,
+    give_up: Callable[[str], None],
 ) -> Parts:
     model = ModelConfig.load(config.model)
     sizes = plan_memory(config, model)
@@ -138,11 +144,12 @@ async def _open(
         clock=clock,
         metrics=metrics,
         events=EventLog(clock, events_file, role=config.role, worker=incarnation),
+        give_up=give_up,
     )
 
 
-async def _serve(config: WorkerConfig, parts: Parts, assemble: Assemble) -> None:
-    """Until a signal, then until drained or `drain_s` have passed."""
+async def _serve(config: WorkerConfig, parts: Parts, assemble: Assemble, ending: "_Ending") -> None:
+    """Until a signal (or the worker gives up), then until drained or `drain_s` have passed."""
     async with anyio.create_task_group() as group:
         assembly = await assemble(parts, group)
         server = await serve(config.listen, assembly.service.handlers())
@@ -150,9 +157,8 @@ async def _serve(config: WorkerConfig, parts: Parts, assemble: Assemble) -> None
             "%s worker %s listens on %s", config.role, parts.identity.incarnation, config.listen
         )
         group.start_soon(assembly.service.run)
-        stop = anyio.Event()
-        group.start_soon(until_signal, stop.set)
-        await stop.wait()
+        group.start_soon(until_signal, ending.event.set)
+        await ending.event.wait()
         log.info("draining for at most %g s", config.drain_s)
         with anyio.move_on_after(config.drain_s) as bound:
             await assembly.service.drained()
@@ -161,6 +167,22 @@ async def _serve(config: WorkerConfig, parts: Parts, assemble: Assemble) -> None
         await server.stop(grace_s=0.2)
         group.cancel_scope.cancel()
     await assembly.close()
+    if ending.reason is not None:
+        raise InternalError(ending.reason)
+
+
+class _Ending:
+    """Set when the worker has to stop, with the reason if that is not a signal."""
+
+    def __init__(self) -> None:
+        self.event = anyio.Event()
+        self.reason: str | None = None
+
+    def give_up(self, reason: str) -> None:
+        if self.reason is None:
+            log.error("giving up: %s", reason)
+        self.reason = self.reason or reason
+        self.event.set()
 
 
 def _leaves(group: BaseExceptionGroup[BaseException]) -> list[BaseException]:

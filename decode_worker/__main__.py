@@ -80,6 +80,7 @@ async def _with_puller(
         events=parts.events,
         group=group,
         wake=service.wake,
+        give_up=parts.give_up,
         handoff_stall_s=parts.config.handoff_stall_s,
     )
     service.use(puller)

@@ -72,7 +72,9 @@ class _Pull:
 
 
 class Puller:
-    """`group` outlives requests: it runs the reads and landings."""
+    """`group` outlives requests: it runs the reads and landings. `give_up` is called with the
+    reason when nothing can land any more: the worker must drain and be started anew.
+    """
 
     def __init__(
         self,
@@ -89,6 +91,7 @@ class Puller:
         events: EventLog,
         group: TaskGroup,
         wake: Callable[[], None],
+        give_up: Callable[[str], None],
         handoff_stall_s: float,
     ) -> None:
         self._scheduler = scheduler
@@ -104,6 +107,7 @@ class Puller:
         self._events = events
         self._group = group
         self._wake = wake
+        self._give_up = give_up
         self._handoff_stall_s = handoff_stall_s
         self._pulls: list[_Pull] = []
         self._has_freed_slots = False
@@ -341,6 +345,10 @@ class Puller:
     def _measure_zone(self) -> None:
         self._metrics.landing.labels("in_use").set(self._zone.num_in_use)
         self._metrics.landing.labels("quarantined").set(self._zone.num_quarantined)
+        if self._zone.is_exhausted:
+            self._give_up(
+                "every landing slot is quarantined by reads that were given up and have not ended"
+            )
 
 
 def _id(pull: _Pull) -> str:

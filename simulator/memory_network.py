@@ -3,8 +3,8 @@
     network.serve("p0", handlers)             a host that can be called
     network.connect_from("d0")("p0")          a Peer, as common/rpc.py has over gRPC
 
-Messages are encoded and decoded as on a real wire. What can happen to hosts: `kill` (streams break at
-once, its handlers end), `freeze` and `resume` (nothing goes in or out; others notice after the
+Messages are encoded and decoded as on a real wire. What can happen to hosts: `kill` (streams break
+at once, its handlers end), `freeze` and `resume` (nothing goes in or out; others notice after the
 keepalive), `drop` (one kind of stream breaks). Everything else is the loop's own time.
 """
 

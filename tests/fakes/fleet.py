@@ -130,6 +130,7 @@ class Fleet:
         self.group = group
         self.fabric = MemoryFabric()
         self.network = MemoryNetwork(group)
+        self.given_up: list[str] = []
         self.workers: dict[str, Worker] = {}
         self._settings = settings
         self._incarnations = itertools.count(1)
@@ -155,7 +156,7 @@ class Fleet:
             incarnation=incarnation,
             metrics="",
             model_fingerprint=s.get("model_fingerprint", MODEL_FINGERPRINT),
-            layout=f"test layout of {address}",
+            layout=s.get("layout", "the test layout"),
             layout_fingerprint=s.get(
                 "layout_fingerprint", getattr(runner, "layout_fingerprint", LAYOUT_FINGERPRINT)
             ),
@@ -250,6 +251,7 @@ class Fleet:
                 events=parts["events"],
                 group=self.group,
                 wake=service.wake,
+                give_up=self.given_up.append,
                 handoff_stall_s=s.get("handoff_stall_s", 30.0),
             )
         )

@@ -2,10 +2,10 @@
 
     python -m tests.faults.cells          prints the table of docs/reliability.md
 
-A cell is one request through a real router core (discovery, fleet, dispatch, journey), two prefill and
-two decode workers with real services, and a model whose tokens depend on every byte of KV. When the
-request reaches the phase, the fault strikes. Then: the right tokens or a typed error, within the bound;
-pools at rest; a canary answered as before; nothing left running.
+A cell is one request through a real router core (discovery, fleet, dispatch, journey), two prefill
+and two decode workers with real services, and a model whose tokens depend on every byte of KV. When
+the request reaches the phase, the fault strikes. Then: the right tokens or a typed error, within the
+bound; pools at rest; a canary answered as before; nothing left running.
 """
 
 import asyncio
@@ -78,6 +78,8 @@ class Cell:
     """What came of one cell."""
 
     outcome: str
+    has_struck: bool
+    """False when the worker that the fault hits has no part in the request any more."""
     longest_gap_s: float
     num_retries: int
     tokens: list[int] = field(default_factory=list)
@@ -88,7 +90,7 @@ class Trigger(EventLog):
 
     def __init__(self, phase: Phase) -> None:
         super().__init__(LoopClock())
-        self._phase = phase
+        self.phase = phase
         self.strike: Callable[[], None] | None = None
         self._num_pages_read = 0
 
@@ -102,7 +104,7 @@ class Trigger(EventLog):
             strike()
 
     def _is_reached(self, event: str, fields: dict[str, Any]) -> bool:
-        match self._phase:
+        match self.phase:
             case Phase.QUEUED:
                 return event == "handoff_began"
             case Phase.FIRST_CHUNK:
@@ -143,8 +145,9 @@ class Router:
             await self._discovery.run()
 
     async def ready(self) -> None:
-        while len(self.fleet.decode_workers(())) < 2:
-            await asyncio.sleep(0.05)
+        """Discovery takes a moment of virtual time."""
+        await asyncio.sleep(1.0)
+        assert len(self.fleet.decode_workers(())) == 2
 
     def journey(self, inbox: Inbox, prompt: list[int], sampling: SamplingParams) -> Journey:
         _numbers["request"] += 1
@@ -191,6 +194,7 @@ class World:
         self.router = Router(workers, "router0")
         self.journey: Journey | None = None
         self.is_disconnected = False
+        self.has_struck = False
 
     def busy(self, role: Role) -> Worker | None:
         """The worker of a role that has the request."""
@@ -198,13 +202,16 @@ class World:
             worker
             for worker in self.workers.workers.values()
             if worker.identity.role is role
-            and (worker.scheduler.num_running + worker.scheduler.num_waiting or _has_handoffs(worker))
+            and (
+                worker.scheduler.num_running + worker.scheduler.num_waiting or _has_handoffs(worker)
+            )
         ]
         return found[0] if found else None
 
     def strike(self, fault: Fault) -> None:
         p = self.busy(Role.PREFILL)
         d = self.busy(Role.DECODE)
+        self.has_struck = True
         match fault:
             case Fault.DISCONNECT:
                 assert self.journey is not None
@@ -226,24 +233,36 @@ class World:
                 if p is None or not self.workers.network.drop(p.address, "Handoff"):
                     assert d is not None
                     self.workers.network.drop(d.address, "Session")
-            case Fault.DELAY:
+            case Fault.DELAY if p is not None:
                 for worker in self.workers.workers.values():
                     if worker.identity.role is Role.PREFILL:
                         self.workers.fabric.hold(worker.identity.incarnation)
                         self._later(1.5, self.workers.fabric.resume, worker.identity.incarnation)
-            case Fault.CORRUPT:
-                self.workers.fabric.alter(1, flip_a_byte)
-            case Fault.STALE:
-                self.workers.fabric.alter(1, make_stale)
+            case Fault.CORRUPT | Fault.STALE if d is not None:
+                self._alter(d, flip_a_byte if fault is Fault.CORRUPT else make_stale)
             case Fault.EXHAUST if d is not None:
                 self._exhaust(d)
             case Fault.ROUTER:
                 self.router.scope.cancel()
                 self.workers.network.kill(self.router.name)
+            case _:
+                self.has_struck = False
 
     def _stop(self, address: str, seconds: float) -> None:
         self.workers.freeze(address)
         self._later(seconds, self.workers.resume, address)
+
+    def _alter(self, d: Worker, change: Callable[[Any], None]) -> None:
+        """A page that has landed and is not checked yet, else the next one that is read."""
+        assert d.zone is not None
+        if self.trigger.phase is Phase.LANDED:
+            landed = sorted(d.zone._in_use)
+            kind, slot = landed[-1]
+            change(d.runner.landing.rows(kind)[slot])
+        elif self.busy(Role.PREFILL) is not None:
+            self.workers.fabric.alter(1, change)
+        else:
+            self.has_struck = False
 
     def _exhaust(self, worker: Worker) -> None:
         """Somebody holds every free page for a while."""
@@ -326,7 +345,7 @@ async def _strike(w: World, phase: Phase, fault: Fault) -> Cell:
         before = loop.time()
     assert w.trigger.strike is None, "the phase was never reached"
     _check_outcome(w, fault, outcome, tokens, longest)
-    return Cell(outcome, longest, w.journey.num_retries, tokens)
+    return Cell(outcome, w.has_struck, longest, w.journey.num_retries, tokens)
 
 
 def _strike_while_decoding(w: World, phase: Phase, num_tokens: int) -> None:
@@ -348,6 +367,8 @@ def _check_outcome(
     assert outcome == "right text", outcome
     assert tokens == EXPECTED
     assert longest_gap_s <= bound_s(fault), f"{longest_gap_s:.2f} s"
+    refused = sum(worker.metric("pages_refused_total") for worker in w.workers.workers.values())
+    assert refused == (w.has_struck and fault in (Fault.CORRUPT, Fault.STALE))
     if fault in (Fault.STOP_P_3, Fault.STOP_D_3, Fault.DELAY, Fault.CORRUPT, Fault.STALE):
         assert w.journey.num_retries == 0, "this is survived without another attempt"
     assert w.journey.num_retries <= 2
@@ -366,8 +387,9 @@ def bound_s(fault: Fault) -> float:
 
 
 async def _check_at_rest(w: World, fault: Fault, num_tasks: int) -> None:
-    if fault in (Fault.STOP_P_15, Fault.STOP_D_15):
-        await asyncio.sleep(16.0)
+    resumes_after_s = {Fault.STOP_P_3: 3.0, Fault.STOP_D_3: 3.0}
+    resumes_after_s |= {Fault.STOP_P_15: 15.0, Fault.STOP_D_15: 15.0}
+    await asyncio.sleep(resumes_after_s.get(fault, 0.0))
     if fault is Fault.ROUTER:
         await asyncio.sleep(REST_S)
         w.workers.check_at_rest()  # before anybody comes back
@@ -397,16 +419,23 @@ def run(phase: Phase, fault: Fault) -> Cell:
 
 
 def table() -> str:
-    """The matrix in Markdown: what the client got, the longest pause it saw, attempts beyond the first."""
+    """The matrix in Markdown: what the client got, the longest pause it saw, further attempts."""
     lines = ["| fault | " + " | ".join(Phase) + " |", "|---" * (len(Phase) + 1) + "|"]
     for fault in Fault:
-        cells = []
-        for phase in Phase:
-            cell = run(phase, fault)
-            retries = f", +{cell.num_retries}" if cell.num_retries else ""
-            cells.append(f"{cell.outcome}, {cell.longest_gap_s:.1f} s{retries}")
+        cells = [shown(run(phase, fault), fault) for phase in Phase]
         lines.append(f"| {fault} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
+
+
+def shown(cell: Cell, fault: Fault) -> str:
+    if not cell.has_struck:
+        return "-"
+    if fault is Fault.DISCONNECT:
+        return "all freed"
+    if fault is Fault.ROUTER:
+        return "connection closed, all freed"
+    attempts = {0: "", 1: ", 1 retry"}.get(cell.num_retries, f", {cell.num_retries} retries")
+    return f"{cell.outcome}, {cell.longest_gap_s:.2f} s{attempts}"
 
 
 if __name__ == "__main__":

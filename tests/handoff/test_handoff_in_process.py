@@ -271,12 +271,17 @@ def test_different_layouts_are_refused_with_both_names() -> None:
         async with fleet(num_prefill=0) as f:
             from common.types import Role
 
-            f.add(Role.PREFILL, "p0", layout_fingerprint=b"another layout--")
+            f.add(
+                Role.PREFILL,
+                "p0",
+                layout_fingerprint=b"another layout--",
+                layout="another layout",
+            )
             outputs = await f.client().generate(prompt_of(40), SamplingParams(max_tokens=5))
             assert outputs.error is not None
             assert outputs.error.code == "layout_mismatch"
-            assert "test layout of p0" in outputs.error.message
-            assert "test layout of d0" in outputs.error.message
+            assert "another layout at p0" in outputs.error.message
+            assert "the test layout here" in outputs.error.message
 
     virtual(main)
 
@@ -306,5 +311,22 @@ def test_a_read_given_up_keeps_its_slots_in_quarantine_until_it_ends() -> None:
             assert outputs.tokens == {0: expected_tokens(prompt, sampling)}
             await settle()
             f.check_at_rest()
+
+    virtual(main)
+
+
+def test_a_decode_worker_whose_landing_zone_is_lost_gives_up() -> None:
+    async def main() -> None:
+        async with fleet(num_landing=4) as f:
+            client = f.client()
+            sampling = SamplingParams(max_tokens=30, temperature=0)
+            await client.generate(prompt_of(20), sampling)
+            frozen_read(f)
+            request_id, *_ = await client.submit(prompt_of(150), sampling)
+            await asyncio.sleep(1.0)
+            assert f.given_up == []
+            await client.cancel(request_id)
+            await settle()
+            assert "quarantined" in f.given_up[0]
 
     virtual(main)
