@@ -70,6 +70,14 @@ def take_turn(descriptor: int) -> None:
 
 
 def install(test: bool, device: str, torch_index: str | None) -> None:
+    install_packages(test, device, torch_index)
+    kernels, stamp = kernel_fingerprint(), VENV / "stamp-kernels"
+    if not is_stamped(stamp, kernels):
+        step("compiling the CPU kernels, once", compile_kernels)
+        stamp.write_text(kernels)
+
+
+def install_packages(test: bool, device: str, torch_index: str | None) -> None:
     wanted, stamp = fingerprint(), VENV / ("stamp-test" if test else "stamp-worker")
     if is_stamped(stamp, wanted):
         return
@@ -97,6 +105,22 @@ def fingerprint() -> str:
     for path in [*sorted(LOCKS.glob("*.txt")), ROOT / "pyproject.toml", Path(__file__)]:
         digest.update(path.read_bytes())
     return digest.hexdigest()
+
+
+def kernel_fingerprint() -> str:
+    digest = hashlib.sha256(fingerprint().encode())
+    for path in sorted((ROOT / "common" / "kernels" / "cpu").glob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def compile_kernels() -> None:
+    """The compiled code goes to numba's cache, where every worker finds it."""
+    command = [str(PYTHON), "-c", "import common.kernels.cpu.forward"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        lines = done.stderr.strip().splitlines()[-3:]
+        raise SetupFailed("\n  ".join(["the CPU kernels do not compile:", *lines]))
 
 
 def is_stamped(stamp: Path, wanted: str) -> bool:
