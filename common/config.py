@@ -47,6 +47,12 @@ class RouterConfig:
         metavar="FILE",
         shown="the model's own",
     )
+    tool_parser: Literal["hermes", "llama3_json", "mistral"] | None = option(
+        "how the model writes tool calls", default=None, shown="as its chat template suggests"
+    )
+    reasoning_parser: Literal["qwen3", "deepseek_r1"] | None = option(
+        "keep the model's <think> block apart from its answer", default=None, shown="do not"
+    )
     http: str = option(
         "where the OpenAI API listens", default="127.0.0.1:8000", metavar="HOST:PORT"
     )

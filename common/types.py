@@ -87,6 +87,14 @@ class TokenLogprobs:
     top_ids: tuple[int, ...]
     top_logprobs: tuple[float, ...]
 
+    def first(self, count: int) -> "TokenLogprobs":
+        """With at most `count` alternatives."""
+        return TokenLogprobs(
+            logprob=self.logprob,
+            top_ids=self.top_ids[:count],
+            top_logprobs=self.top_logprobs[:count],
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptLogprobs:

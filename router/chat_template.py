@@ -33,6 +33,7 @@ class ChatTemplate:
         why_missing: str = "the model has no chat template; use /v1/completions",
         now: Callable[[], datetime] = datetime.now,
     ) -> None:
+        self.source = source or ""
         self._special_tokens = special_tokens
         self._template: jinja2.Template | None = None
         self._why_missing = why_missing

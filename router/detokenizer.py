@@ -12,7 +12,7 @@ UTF-8, else one U+FFFD per byte, so it is held until its end.
 
 import codecs
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from common.errors import UnsupportedModel
@@ -31,6 +31,12 @@ class TokenTexts:
         self.byte_ids = byte_ids
         self.special = special
         self._visible = [b"" if i in special else part for i, part in enumerate(self.parts)]
+
+    def showing(self, markers: Collection[str]) -> "TokenTexts":
+        """The same, but these special tokens are seen."""
+        shown = {marker.encode() for marker in markers}
+        special = frozenset(i for i in self.special if self.raw(i) not in shown)
+        return TokenTexts(dict(enumerate(self.parts)), self.byte_ids, special)
 
     def visible(self, token_id: int) -> bytes:
         """Bytes that `token_id` adds to an answer."""

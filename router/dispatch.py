@@ -116,6 +116,9 @@ class Placement:
             self._fleet.release(self._prefill)
             self._prefill = None
 
+    def cancel_output(self, output_index: int) -> None:
+        self._session.cancel_output(self._request.request_id, output_index)
+
     def end(self, *, is_complete: bool) -> None:
         """The request is over here. If it is not complete the worker must stop. Idempotent."""
         if self._has_ended:

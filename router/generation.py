@@ -7,9 +7,12 @@ generation.close() whatever happened
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 from common.clock import Clock
 from common.errors import (
@@ -22,19 +25,32 @@ from common.errors import (
 )
 from common.messages import GenerateRequest, pack_tokens
 from common.model_config import ModelConfig
-from common.types import FinishReason, RequestId
+from common.types import FinishReason, PromptLogprobs, RequestId, TokenLogprobs
 from router.admission import Admission, Ticket
 from router.chat_template import Message
+from router.detokenizer import TokenTexts
 from router.dispatch import Placing
 from router.fleet import Fleet
 from router.journey import Inbox, Journey
 from router.json_body import shortened
 from router.metrics import RouterMetrics
 from router.options import MAX_OUTPUTS, Options, Vocabulary
-from router.text_output import Piece, TextOutput
+from router.parts import (
+    REASONING_MARKERS,
+    REASONING_PARSERS,
+    TOOL_PARSERS,
+    ListSplitter,
+    MakeSplitter,
+    NamedSplitter,
+    PlainSplitter,
+    ReasoningSplitter,
+)
+from router.structured import check_grammar
+from router.text_output import Piece, TextOutput, TokenEntry
 from router.tokenizer import Tokenizer
 
 DEFAULT_COMPLETION_TOKENS = 16
+MAX_SCORE_BYTES = 8 * 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,11 +77,17 @@ class TextService:
         request_timeout_s: float,
         wall_time: Callable[[], float],
         draw_bits: Callable[[int], int],
+        tool_parser: str = "hermes",
+        reasoning_parser: str | None = None,
     ) -> None:
         """`wall_time` is for show only; `draw_bits(k)` is k random bits."""
         self.model_name = model_name
         self.tokenizer = tokenizer
-        self.vocabulary = Vocabulary(size=model.vocab_size, eos_token_ids=model.eos_token_ids)
+        self.vocabulary = Vocabulary(
+            size=model.vocab_size,
+            eos_token_ids=model.eos_token_ids,
+            encode=tokenizer.encode_words,
+        )
         self.fleet = fleet
         self.metrics = metrics
         self.clock = clock
@@ -77,9 +99,16 @@ class TextService:
         self._wall_time = wall_time
         self.started_at = self.wall_clock()
         self._draw_bits = draw_bits
+        self._tool_parser = tool_parser
+        self._reasoning_parser = reasoning_parser
+        markers = REASONING_MARKERS + TOOL_PARSERS[tool_parser][1]
+        self._texts_with_markers = tokenizer.texts.showing(markers)
 
     def new_request_id(self) -> RequestId:
         return f"{self._draw_bits(128):032x}"
+
+    def new_call_id(self) -> str:
+        return f"call_{self._draw_bits(96):024x}"
 
     def wall_clock(self) -> int:
         return int(self._wall_time())
@@ -101,14 +130,48 @@ class TextService:
         return await self.tokenizer.encode(text, self.max_model_len)
 
     async def encode_chat(
-        self, messages: list[Message], add_generation_prompt: bool, variables: dict[str, Any]
+        self,
+        messages: list[Message],
+        add_generation_prompt: bool,
+        variables: dict[str, Any],
+        *,
+        continue_final_message: bool = False,
     ) -> list[int]:
         return await self.tokenizer.encode_chat(
             messages,
             self.max_model_len,
             add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
             variables=variables,
         )
+
+    def texts_for(self, options: Options) -> TokenTexts:
+        """Markers of tool calls and reasoning are seen where somebody looks for them."""
+        is_split = options.tools is not None or self._reasoning_parser is not None
+        return self._texts_with_markers if is_split else self.tokenizer.texts
+
+    def splitter(self, options: Options, prompt: list[int]) -> MakeSplitter | None:
+        """What takes a chat's answers apart; None when they are content and nothing else."""
+        tools = options.tools
+        make: MakeSplitter | None = None
+        if tools is not None:
+            make = TOOL_PARSERS[self._tool_parser][0]
+            if tools.is_named:
+                make = functools.partial(NamedSplitter, tools.choice)
+            elif tools.choice == "required":
+                make = ListSplitter
+        if self._reasoning_parser is None or options.sampling.grammar is not None:
+            return make
+        tail = b"".join(map(self.tokenizer.texts.raw, prompt[-16:])).decode("utf-8", "replace")
+        is_open = tail.rfind("<think>") > tail.rfind("</think>")
+        begins_inside = is_open or REASONING_PARSERS[self._reasoning_parser]
+        inner = make or PlainSplitter
+        return lambda: ReasoningSplitter(inner(), begins_inside=begins_inside)
+
+    async def check(self, options: Options) -> None:
+        """What cannot be seen from the fields alone. Raises InvalidRequest."""
+        if options.sampling.grammar is not None:
+            await check_grammar(options.sampling.grammar)
 
     # --- generation -------------------------------------------------------------------------------
 
@@ -169,6 +232,8 @@ class TextService:
             token_ids=pack_tokens(prompt),
             num_prompt_tokens=len(prompt),
             sampling=options.sampling_for(max_tokens, seed),
+            priority=options.priority,
+            cache_salt=options.cache_salt,
         )
 
     def _max_tokens(self, num_prompt: int, options: Options, default: int | None) -> int:
@@ -176,7 +241,9 @@ class TextService:
         if num_prompt == 0:
             raise InvalidRequest("the prompt is empty: it has no tokens", param="prompt")
         limit = self.max_model_len
-        asked = options.max_tokens
+        # an echo without an answer still computes one token, which nobody sees
+        asked = options.max_tokens if options.max_tokens != 0 else 1
+        _check_scores(num_prompt, options.sampling.prompt_logprobs)
         if num_prompt + (asked or 1) > limit:
             wanted = "at least 1 token" if asked is None else f"max_tokens of {asked}"
             raise ContextLengthExceeded(
@@ -202,6 +269,40 @@ class TextService:
         return max_tokens
 
 
+@dataclass(frozen=True, slots=True)
+class ScoredToken:
+    """A prompt token's log-probability, its rank (from 1) and the most likely alternatives."""
+
+    logprobs: TokenLogprobs
+    rank: int
+
+
+PromptEntry = ScoredToken | None
+
+
+def prompt_entries(scores: PromptLogprobs) -> list[ScoredToken]:
+    logprobs = np.frombuffer(scores.logprobs, dtype="<f4").tolist()
+    ranks = np.frombuffer(scores.ranks, dtype="<i4").tolist()
+    shape = (len(logprobs), scores.num_top)
+    top_ids = np.frombuffer(scores.top_ids, dtype="<i4").reshape(shape).tolist()
+    top_logprobs = np.frombuffer(scores.top_logprobs, dtype="<f4").reshape(shape).tolist()
+    return [
+        ScoredToken(
+            TokenLogprobs(logprob=own, top_ids=tuple(ids), top_logprobs=tuple(values)), rank
+        )
+        for own, rank, ids, values in zip(logprobs, ranks, top_ids, top_logprobs, strict=True)
+    ]
+
+
+def _check_scores(num_prompt: int, num_top: int | None) -> None:
+    """They travel in one message."""
+    if num_top is not None and num_prompt * (num_top + 1) * 8 > MAX_SCORE_BYTES:
+        raise InvalidRequest(
+            f"prompt_logprobs of {num_top} for {num_prompt} prompt tokens are too many at once",
+            param="prompt_logprobs",
+        )
+
+
 class Generation:
     """A call under way: a journey per prompt, a text per output. `close` it, whatever happens."""
 
@@ -220,14 +321,19 @@ class Generation:
         self._n = n
         self._inbox = Inbox()
         self._journeys: list[Journey] = []
+        self._options = options
+        self._prompts = prompts
+        self.prompt_texts: Sequence[str | None] = (None,) * len(prompts)
+        """For `echo`: the prompts' texts, where they were given as texts."""
         self._num_prompt_tokens = sum(map(len, prompts))
         self._outputs = [
             TextOutput(
                 choice,
-                service.tokenizer.texts,
+                service.texts_for(options),
                 stops=options.stops,
                 include_stop=options.include_stop,
                 min_tokens=options.sampling.min_tokens,
+                keeps_ids=options.returns_token_ids,
             )
             for choice in range(len(prompts) * n)
         ]
@@ -274,8 +380,13 @@ class Generation:
                 before = times[choice]
                 if before is not None:
                     gap(now - before)
+                elif self._options.echo:
+                    found.append(self._echoed(choice))
                 times[choice] = now
-                piece = output.push(token_id, finish_reason, logprobs)
+                if self._options.max_tokens == 0:
+                    piece = output.end_unseen()
+                else:
+                    piece = output.push(token_id, finish_reason, logprobs)
                 if piece is not None:
                     found.append(piece)
                     if piece.finish_reason is not None:
@@ -286,16 +397,28 @@ class Generation:
         """One piece per choice, in their order."""
         texts: list[list[str]] = [[] for _ in self._outputs]
         entries: list[list[Any]] = [[] for _ in self._outputs]
+        ids: list[list[int]] = [[] for _ in self._outputs]
         reasons: list[FinishReason | None] = [None] * len(self._outputs)
         while not self.is_done:
             for piece in await self.pieces():
                 texts[piece.choice].append(piece.text)
                 entries[piece.choice].extend(piece.entries)
+                ids[piece.choice].extend(piece.token_ids)
                 reasons[piece.choice] = piece.finish_reason
         return [
-            Piece(choice, "".join(text), reasons[choice], tuple(entries[choice]))
-            for choice, text in enumerate(texts)
+            Piece(choice, "".join(text), reason, tuple(entries[choice]), tuple(ids[choice]))
+            for choice, (text, reason) in enumerate(zip(texts, reasons, strict=True))
         ]
+
+    def prompt_ids(self, choice: int) -> list[int]:
+        return self._prompts[choice // self._n]
+
+    def prompt_logprobs(self, choice: int) -> list[PromptEntry]:
+        """For each prompt token, once a token has come; the first one has none."""
+        found = self._journeys[choice // self._n].prompt_logprobs
+        if found is None:
+            return []
+        return [None, *prompt_entries(found)]
 
     def usage(self) -> Usage:
         return Usage(
@@ -325,6 +448,22 @@ class Generation:
                 metrics.tpot.observe((self._last_token_at - self._first_token_at) / (longest - 1))
 
     # --- inside -----------------------------------------------------------------------------------
+
+    def _echoed(self, choice: int) -> Piece:
+        """The prompt as the first piece of an answer."""
+        ids = self.prompt_ids(choice)
+        text = self.prompt_texts[choice // self._n]
+        if text is None:
+            text = self._service.tokenizer.decode(ids)
+        entries: tuple[TokenEntry, ...] = ()
+        if self._options.sampling.logprobs is not None:
+            count = self._options.sampling.logprobs
+            scores = [
+                None if entry is None else entry.logprobs.first(count)
+                for entry in self.prompt_logprobs(choice)
+            ]
+            entries = tuple(zip(ids, scores, strict=True))
+        return Piece(choice, text, None, entries)
 
     def _admitted(self) -> None:
         if self._has_queued:

@@ -126,6 +126,7 @@ class _Generate:
         fields = Fields(_parameters(request))
         options = read_completion_options(fields, service.vocabulary)
         prompt = await _prompt(service, request, fields)
+        await service.check(options)
         request_id = service.new_request_id()
         generation = service.start(
             request_id,
@@ -200,6 +201,7 @@ def _response(request_id: str, piece: Piece) -> pb.GenerateResponse:
         finish_reason="" if piece.finish_reason is None else piece.finish_reason.value,
     )
     for token_id, entry in piece.entries:
+        assert entry is not None
         token = response.tokens.add(id=token_id, logprob=entry.logprob)
         for top_id, logprob in zip(entry.top_ids, entry.top_logprobs, strict=True):
             token.alternatives.add(id=top_id, logprob=logprob)

@@ -1,17 +1,20 @@
-"""Answers of the two generating endpoints as bytes, whole and as stream events, in OpenAI's shapes.
+"""Answers of the OpenAI endpoints as bytes, whole and as stream events.
 
 What is the same in all events of a stream is encoded once; per token only the text and the choice
 are.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from json.encoder import encode_basestring_ascii
 from typing import Any, Protocol
 
-from common.types import TokenLogprobs
+from common.types import FinishReason, TokenLogprobs
 from router.detokenizer import TokenTexts
-from router.generation import Usage
+from router.generation import Generation, PromptEntry, Usage
 from router.http_exchange import to_json
+from router.options import Options
+from router.parts import CallArguments, CallBegun, Content, Part, Reasoning, Splitter
 from router.text_output import Piece, TokenEntry
 
 DONE = b"data: [DONE]\n\n"
@@ -24,84 +27,228 @@ class Format(Protocol):
 
     def events(self, piece: Piece) -> bytes: ...
 
-    def usage_event(self, usage: Usage) -> bytes: ...
+    def last_events(self, usage: Usage) -> bytes: ...
 
     def whole(self, pieces: Sequence[Piece], usage: Usage) -> bytes: ...
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answering:
+    """What a format must know of the call it answers."""
+
+    call_id: str
+    model: str
+    created: int
+    texts: TokenTexts
+    options: Options
+    generation: Generation
+    splitter: Callable[[], Splitter] | None
+    """None: all text is content."""
+    new_call_id: Callable[[], str]
+
+    @property
+    def is_named(self) -> bool:
+        return self.options.tools is not None and self.options.tools.is_named
+
+
+@dataclass(slots=True)
+class Call:
+    call_id: str
+    name: str
+    arguments: str = ""
+
+
+class Message:
+    """An answer put together from its parts."""
+
+    def __init__(self, new_call_id: Callable[[], str]) -> None:
+        self._new_call_id = new_call_id
+        self.content = ""
+        self.reasoning = ""
+        self.calls: list[Call] = []
+
+    def add(self, parts: Sequence[Part]) -> None:
+        for part in parts:
+            match part:
+                case Content(text):
+                    self.content += text
+                case Reasoning(text):
+                    self.reasoning += text
+                case CallBegun(_, name):
+                    self.calls.append(Call(self._new_call_id(), name))
+                case CallArguments(_, text):
+                    self.calls[-1].arguments += text
+
+
+def message_of(answering: Answering, text: str) -> Message:
+    message = Message(answering.new_call_id)
+    if answering.splitter is None:
+        message.content = text
+    else:
+        splitter = answering.splitter()
+        message.add(splitter.push(text))
+        message.add(splitter.flush())
+    return message
+
+
 class ChatFormat:
-    def __init__(
-        self, call_id: str, model: str, created: int, texts: TokenTexts, *, include_usage: bool
-    ) -> None:
-        self._id = f"chatcmpl-{call_id}"
-        self._model = model
-        self._created = created
-        self._texts = texts
-        self._head = _event_head(self._id, "chat.completion.chunk", created, model)
-        self._tail = b'],"usage":null}\n\n' if include_usage else b"]}\n\n"
+    def __init__(self, answering: Answering) -> None:
+        self._answering = answering
+        self._id = f"chatcmpl-{answering.call_id}"
+        self._texts = answering.texts
+        self._head = _event_head(
+            self._id, "chat.completion.chunk", answering.created, answering.model
+        )
+        has_usage = answering.options.include_usage
+        self._tail = b'],"usage":null}\n\n' if has_usage else b"]}\n\n"
+        self._splitters: dict[int, Splitter] = {}
+        self._with_calls: set[int] = set()
 
     def first_events(self, num_choices: int) -> bytes:
         delta = b'"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}'
+        tail = self._tail
+        if self._answering.options.returns_token_ids:
+            ids = to_json(self._answering.generation.prompt_ids(0))
+            tail = tail.replace(b"]", b'],"prompt_token_ids":' + ids, 1)
         return b"".join(
-            self._head + b'{"index":%d,' % choice + delta + self._tail
-            for choice in range(num_choices)
+            self._head + b'{"index":%d,' % choice + delta + tail for choice in range(num_choices)
         )
 
     def events(self, piece: Piece) -> bytes:
+        if self._answering.splitter is not None:
+            return self._part_events(piece)
         content = b""
-        if piece.text or piece.entries:
-            content = (
-                b'%s{"index":%d,"delta":{"content":%s},"logprobs":%s,"finish_reason":null}%s'
-                % (
-                    self._head,
-                    piece.choice,
-                    encode_basestring_ascii(piece.text).encode(),
-                    self._logprobs_json(piece.entries),
-                    self._tail,
-                )
+        if piece.text or piece.entries or piece.token_ids:
+            content = self._delta_event(
+                piece, b'{"content":%s}' % encode_basestring_ascii(piece.text).encode()
             )
-        if piece.finish_reason is None:
-            return content
-        return b'%s%s{"index":%d,"delta":{},"logprobs":null,"finish_reason":"%s"}%s' % (
-            content,
+        return content + self._finish_event(piece, False)
+
+    def last_events(self, usage: Usage) -> bytes:
+        if not self._answering.options.include_usage:
+            return DONE
+        return self._head + b'],"usage":' + to_json(usage_object(usage)) + b"}\n\n" + DONE
+
+    def whole(self, pieces: Sequence[Piece], usage: Usage) -> bytes:
+        answering = self._answering
+        body: dict[str, Any] = {
+            "id": self._id,
+            "object": "chat.completion",
+            "created": answering.created,
+            "model": answering.model,
+            "choices": [self._choice(piece) for piece in pieces],
+            "usage": usage_object(usage),
+        }
+        if answering.options.sampling.prompt_logprobs is not None:
+            body["prompt_logprobs"] = prompt_logprobs_object(answering, 0)
+        if answering.options.returns_token_ids:
+            body["prompt_token_ids"] = answering.generation.prompt_ids(0)
+        return to_json(body)
+
+    def _choice(self, piece: Piece) -> dict[str, Any]:
+        message = message_of(self._answering, piece.text)
+        shown: dict[str, Any] = {
+            "role": "assistant",
+            "content": message.content if message.content or not message.calls else None,
+            "refusal": None,
+        }
+        if message.reasoning:
+            shown["reasoning_content"] = message.reasoning
+        if message.calls:
+            shown["tool_calls"] = [
+                {
+                    "id": call.call_id,
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": call.arguments or "{}"},
+                }
+                for call in message.calls
+            ]
+        choice: dict[str, Any] = {
+            "index": piece.choice,
+            "message": shown,
+            "logprobs": self._logprobs(piece.entries),
+            "finish_reason": self._reason(piece.finish_reason, bool(message.calls)),
+        }
+        if self._answering.options.returns_token_ids:
+            choice["token_ids"] = piece.token_ids
+        return choice
+
+    # --- events of answers that have parts --------------------------------------------------------
+
+    def _part_events(self, piece: Piece) -> bytes:
+        splitter = self._splitters.get(piece.choice)
+        if splitter is None:
+            assert self._answering.splitter is not None
+            splitter = self._splitters[piece.choice] = self._answering.splitter()
+        parts = splitter.push(piece.text)
+        if piece.finish_reason is not None:
+            parts = parts + splitter.flush()
+        deltas = [to_json(self._delta(piece.choice, part)) for part in parts]
+        if not deltas and (piece.entries or piece.token_ids):
+            deltas = [b"{}"]
+        bare = Piece(piece.choice, "", None)
+        events = [
+            self._delta_event(bare if number else piece, delta)
+            for number, delta in enumerate(deltas)
+        ]
+        return b"".join(events) + self._finish_event(piece, piece.choice in self._with_calls)
+
+    def _delta(self, choice: int, part: Part) -> dict[str, Any]:
+        match part:
+            case Content(text):
+                return {"content": text}
+            case Reasoning(text):
+                return {"reasoning_content": text}
+            case CallBegun(index, name):
+                self._with_calls.add(choice)
+                begun = {
+                    "index": index,
+                    "id": self._answering.new_call_id(),
+                    "type": "function",
+                    "function": {"name": name, "arguments": ""},
+                }
+                return {"tool_calls": [begun]}
+            case CallArguments(index, text):
+                return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
+
+    def _delta_event(self, piece: Piece, delta: bytes) -> bytes:
+        ids = b""
+        if self._answering.options.returns_token_ids:
+            ids = b',"token_ids":' + to_json(piece.token_ids)
+        return b'%s{"index":%d,"delta":%s,"logprobs":%s,"finish_reason":null%s}%s' % (
             self._head,
             piece.choice,
-            piece.finish_reason.value.encode(),
+            delta,
+            to_json(self._logprobs(piece.entries)) if piece.entries else b"null",
+            ids,
             self._tail,
         )
 
-    def usage_event(self, usage: Usage) -> bytes:
-        return self._head + b'],"usage":' + to_json(usage_object(usage)) + b"}\n\n"
-
-    def whole(self, pieces: Sequence[Piece], usage: Usage) -> bytes:
-        return to_json(
-            {
-                "id": self._id,
-                "object": "chat.completion",
-                "created": self._created,
-                "model": self._model,
-                "choices": [
-                    {
-                        "index": piece.choice,
-                        "message": {"role": "assistant", "content": piece.text, "refusal": None},
-                        "logprobs": self._logprobs(piece.entries),
-                        "finish_reason": piece.finish_reason,
-                    }
-                    for piece in pieces
-                ],
-                "usage": usage_object(usage),
-            }
+    def _finish_event(self, piece: Piece, has_calls: bool) -> bytes:
+        if piece.finish_reason is None:
+            return b""
+        return b'%s{"index":%d,"delta":{},"logprobs":null,"finish_reason":"%s"}%s' % (
+            self._head,
+            piece.choice,
+            str(self._reason(piece.finish_reason, has_calls)).encode(),
+            self._tail,
         )
 
-    def _logprobs_json(self, entries: Sequence[TokenEntry]) -> bytes:
-        return to_json(self._logprobs(entries)) if entries else b"null"
+    def _reason(self, reason: FinishReason | None, has_calls: bool) -> str | None:
+        """As OpenAI has it: an answer forced to be one call ends as any other."""
+        if has_calls and reason is FinishReason.STOP and not self._answering.is_named:
+            return "tool_calls"
+        return None if reason is None else reason.value
+
+    # --- log-probabilities ------------------------------------------------------------------------
 
     def _logprobs(self, entries: Sequence[TokenEntry]) -> dict[str, Any] | None:
         if not entries:
             return None
         return {"content": [self._entry(*entry) for entry in entries], "refusal": None}
 
-    def _entry(self, token_id: int, logprobs: TokenLogprobs) -> dict[str, Any]:
+    def _entry(self, token_id: int, logprobs: TokenLogprobs | None) -> dict[str, Any]:
+        assert logprobs is not None
         top = zip(logprobs.top_ids, logprobs.top_logprobs, strict=True)
         return {
             **self._token(token_id, logprobs.logprob),
@@ -118,15 +265,13 @@ class ChatFormat:
 
 
 class CompletionFormat:
-    def __init__(
-        self, call_id: str, model: str, created: int, texts: TokenTexts, *, include_usage: bool
-    ) -> None:
-        self._id = f"cmpl-{call_id}"
-        self._model = model
-        self._created = created
-        self._texts = texts
-        self._head = _event_head(self._id, "text_completion", created, model)
-        self._tail = b'],"usage":null}\n\n' if include_usage else b"]}\n\n"
+    def __init__(self, answering: Answering) -> None:
+        self._answering = answering
+        self._id = f"cmpl-{answering.call_id}"
+        self._texts = answering.texts
+        self._head = _event_head(self._id, "text_completion", answering.created, answering.model)
+        has_usage = answering.options.include_usage
+        self._tail = b'],"usage":null}\n\n' if has_usage else b"]}\n\n"
         self._offsets: dict[int, int] = {}
 
     def first_events(self, num_choices: int) -> bytes:
@@ -136,37 +281,57 @@ class CompletionFormat:
         reason = b"null"
         if piece.finish_reason is not None:
             reason = b'"%s"' % piece.finish_reason.value.encode()
-        return b'%s{"index":%d,"text":%s,"logprobs":%s,"finish_reason":%s}%s' % (
+        return b'%s{"index":%d,"text":%s,"logprobs":%s,"finish_reason":%s%s}%s' % (
             self._head,
             piece.choice,
             encode_basestring_ascii(piece.text).encode(),
             to_json(self._logprobs(piece)) if piece.entries else b"null",
             reason,
+            self._ids(piece),
             self._tail,
         )
 
-    def usage_event(self, usage: Usage) -> bytes:
-        return self._head + b'],"usage":' + to_json(usage_object(usage)) + b"}\n\n"
+    def last_events(self, usage: Usage) -> bytes:
+        if not self._answering.options.include_usage:
+            return DONE
+        return self._head + b'],"usage":' + to_json(usage_object(usage)) + b"}\n\n" + DONE
 
     def whole(self, pieces: Sequence[Piece], usage: Usage) -> bytes:
         return to_json(
             {
                 "id": self._id,
                 "object": "text_completion",
-                "created": self._created,
-                "model": self._model,
-                "choices": [
-                    {
-                        "index": piece.choice,
-                        "text": piece.text,
-                        "logprobs": self._logprobs(piece),
-                        "finish_reason": piece.finish_reason,
-                    }
-                    for piece in pieces
-                ],
+                "created": self._answering.created,
+                "model": self._answering.model,
+                "choices": [self._choice(piece) for piece in pieces],
                 "usage": usage_object(usage),
             }
         )
+
+    def _choice(self, piece: Piece) -> dict[str, Any]:
+        options, generation = self._answering.options, self._answering.generation
+        choice = {
+            "index": piece.choice,
+            "text": piece.text,
+            "logprobs": self._logprobs(piece),
+            "finish_reason": piece.finish_reason,
+        }
+        if options.sampling.prompt_logprobs is not None:
+            choice["prompt_logprobs"] = prompt_logprobs_object(self._answering, piece.choice)
+        if options.returns_token_ids:
+            choice["token_ids"] = piece.token_ids
+            choice["prompt_token_ids"] = generation.prompt_ids(piece.choice)
+        return choice
+
+    def _ids(self, piece: Piece) -> bytes:
+        if not self._answering.options.returns_token_ids:
+            return b""
+        ids = b',"token_ids":' + to_json(piece.token_ids)
+        if piece.choice not in self._offsets:
+            self._offsets[piece.choice] = 0
+            prompt = self._answering.generation.prompt_ids(piece.choice)
+            ids += b',"prompt_token_ids":' + to_json(prompt)
+        return ids
 
     def _logprobs(self, piece: Piece) -> dict[str, Any] | None:
         if not piece.entries:
@@ -175,29 +340,64 @@ class CompletionFormat:
         offsets: list[int] = []
         offset = self._offsets.get(piece.choice, 0)
         for token_id, _ in piece.entries:
-            tokens.append(self._name(token_id))
+            tokens.append(token_name(self._texts, token_id))
             offsets.append(offset)
             offset += len(self._texts.visible(token_id).decode("utf-8", "ignore"))
         self._offsets[piece.choice] = offset
         return {
             "tokens": tokens,
-            "token_logprobs": [max(e.logprob, _LOWEST_LOGPROB) for _, e in piece.entries],
+            "token_logprobs": [
+                None if entry is None else max(entry.logprob, _LOWEST_LOGPROB)
+                for _, entry in piece.entries
+            ],
             "top_logprobs": [self._top(*entry) for entry in piece.entries],
             "text_offset": offsets,
         }
 
-    def _top(self, token_id: int, logprobs: TokenLogprobs) -> dict[str, float]:
-        """The alternatives by name, the sampled token always among them."""
+    def _top(self, token_id: int, logprobs: TokenLogprobs | None) -> dict[str, float] | None:
+        """The alternatives by name, the token itself always among them."""
+        if logprobs is None:
+            return None
         found = dict(zip(logprobs.top_ids, logprobs.top_logprobs, strict=True))
         found.setdefault(token_id, logprobs.logprob)
-        return {self._name(i): max(value, _LOWEST_LOGPROB) for i, value in found.items()}
+        return {
+            token_name(self._texts, i): max(value, _LOWEST_LOGPROB) for i, value in found.items()
+        }
 
-    def _name(self, token_id: int) -> str:
-        raw = self._texts.raw(token_id)
-        try:
-            return raw.decode()
-        except UnicodeDecodeError:
-            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+def prompt_logprobs_object(answering: Answering, choice: int) -> list[dict[str, Any] | None]:
+    """As vLLM shows them: for each prompt token the tokens by id, the prompt's own first."""
+    ids = answering.generation.prompt_ids(choice)
+    entries = answering.generation.prompt_logprobs(choice)
+    return [
+        _scored(answering.texts, token_id, entry)
+        for token_id, entry in zip(ids, entries, strict=True)
+    ]
+
+
+def _scored(texts: TokenTexts, token_id: int, entry: PromptEntry) -> dict[str, Any] | None:
+    if entry is None:
+        return None
+    found = {token_id: (entry.logprobs.logprob, entry.rank)}
+    top = zip(entry.logprobs.top_ids, entry.logprobs.top_logprobs, strict=True)
+    for rank, (top_id, logprob) in enumerate(top, start=1):
+        found.setdefault(top_id, (logprob, rank))
+    return {
+        str(i): {
+            "logprob": max(logprob, _LOWEST_LOGPROB),
+            "rank": rank,
+            "decoded_token": texts.raw(i).decode("utf-8", "replace"),
+        }
+        for i, (logprob, rank) in found.items()
+    }
+
+
+def token_name(texts: TokenTexts, token_id: int) -> str:
+    raw = texts.raw(token_id)
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
 
 def usage_object(usage: Usage) -> dict[str, Any]:

@@ -1,5 +1,10 @@
-"""POST /v1/chat/completions and /v1/completions: from the body to a generation to the answer."""
+"""POST /v1/chat/completions and /v1/completions: from the body to a generation to the answer.
 
+The other endpoints that generate (http_responses.py, http_anthropic.py) differ in `read` and
+`format` only.
+"""
+
+from dataclasses import dataclass
 from typing import Any
 
 from starlette.types import Scope
@@ -8,15 +13,26 @@ from common.errors import InvalidRequest, TandemError
 from router.fields import Fields
 from router.generation import DEFAULT_COMPLETION_TOKENS, Generation, TextService
 from router.http_exchange import Endpoint, Exchange
-from router.http_format import DONE, ChatFormat, CompletionFormat, Format
+from router.http_format import Answering, ChatFormat, CompletionFormat, Format
+from router.json_body import shortened
 from router.messages import normalized_messages
 from router.options import MAX_OUTPUTS, Options, read_chat_options, read_completion_options
 
+TIMEOUT_HEADER = "x-request-timeout"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    """A request that has been read. `texts` holds prompts as they were given, where as texts."""
+
+    prompts: list[list[int]]
+    options: Options
+    texts: list[str | None] | None = None
+
 
 class GenerateEndpoint(Endpoint):
-    """What the two have in common; `read` and `format` differ."""
-
     path = ""
+    default_max_tokens: int | None = None
 
     def __init__(self, service: TextService, max_body_bytes: int) -> None:
         super().__init__(self.path, service.new_request_id)
@@ -31,28 +47,34 @@ class GenerateEndpoint(Endpoint):
     def ended(self, error: TandemError | None) -> None:
         count_request(self._service, self.path, error)
 
-    async def read(self, fields: Fields) -> tuple[list[list[int]], Options]:
-        """Prompts and options. Everything in the body must be read."""
+    async def read(self, fields: Fields) -> Ask:
+        """Everything in the body must be read."""
         raise NotImplementedError
 
-    def start(
-        self, request_id: str, prompts: list[list[int]], options: Options, arrived_at: float
-    ) -> Generation:
-        raise NotImplementedError
-
-    def format(self, request_id: str, options: Options) -> Format:
+    def format(self, answering: Answering, fields: Fields) -> Format:
         raise NotImplementedError
 
     async def _generate(self, exchange: Exchange, body: dict[str, Any], arrived_at: float) -> None:
+        service = self._service
         fields = Fields(body)
-        self._service.check_model(fields.text("model"))
-        prompts, options = await self.read(fields)
-        request_id = self._service.new_request_id()
-        generation = self.start(request_id, prompts, options, arrived_at)
+        service.check_model(fields.text("model"))
+        ask = await self.read(fields)
+        await service.check(ask.options)
+        request_id = service.new_request_id()
+        generation = service.start(
+            request_id,
+            ask.prompts,
+            ask.options,
+            arrived_at=arrived_at,
+            default_max_tokens=self.default_max_tokens,
+            timeout_s=timeout_of(exchange),
+        )
+        if ask.texts is not None:
+            generation.prompt_texts = ask.texts
         try:
-            form = self.format(request_id, options)
-            if options.stream:
-                await _stream(exchange, generation, form, options)
+            form = self.format(answering(service, request_id, ask.options, generation), fields)
+            if ask.options.stream:
+                await _stream(exchange, generation, form)
             else:
                 pieces = await generation.whole()
                 await exchange.reply(200, form.whole(pieces, generation.usage()))
@@ -60,9 +82,36 @@ class GenerateEndpoint(Endpoint):
             generation.close()
 
 
-async def _stream(
-    exchange: Exchange, generation: Generation, form: Format, options: Options
-) -> None:
+def answering(
+    service: TextService, request_id: str, options: Options, generation: Generation
+) -> Answering:
+    return Answering(
+        call_id=request_id,
+        model=service.model_name,
+        created=service.wall_clock(),
+        texts=service.tokenizer.texts,
+        options=options,
+        generation=generation,
+        splitter=service.splitter(options, generation.prompt_ids(0)),
+        new_call_id=service.new_call_id,
+    )
+
+
+def timeout_of(exchange: Exchange) -> float | None:
+    """Seconds that the client gives the request, from its header."""
+    given = exchange.header(TIMEOUT_HEADER)
+    if given is None:
+        return None
+    try:
+        seconds = float(given)
+    except ValueError:
+        seconds = 0.0
+    if not 0.0 < seconds < 1e9:
+        raise InvalidRequest(f"{TIMEOUT_HEADER} must be seconds above 0, got {shortened(given)}")
+    return seconds
+
+
+async def _stream(exchange: Exchange, generation: Generation, form: Format) -> None:
     """Headers go out with the first piece, so that an error before it has its own status."""
     pieces = await generation.pieces()
     await exchange.start_events()
@@ -74,80 +123,76 @@ async def _stream(
         await exchange.send_events(events)
         events = b""
         pieces = await generation.pieces()
-    if options.include_usage:
-        events += form.usage_event(generation.usage())
-    await exchange.end_events(events + DONE)
+    await exchange.end_events(events + form.last_events(generation.usage()))
 
 
 class ChatEndpoint(GenerateEndpoint):
     path = "/v1/chat/completions"
 
-    async def read(self, fields: Fields) -> tuple[list[list[int]], Options]:
-        service = self._service
-        options = read_chat_options(fields, service.vocabulary)
-        given = fields.take("messages")
-        add_generation_prompt = fields.boolean("add_generation_prompt", True)
-        variables = fields.object("chat_template_kwargs") or {}
-        fields.finish()
-        return [await chat_prompt(service, given, add_generation_prompt, variables)], options
+    async def read(self, fields: Fields) -> Ask:
+        return await read_chat(self._service, fields)
 
-    def start(
-        self, request_id: str, prompts: list[list[int]], options: Options, arrived_at: float
-    ) -> Generation:
-        return self._service.start(
-            request_id, prompts, options, arrived_at=arrived_at, default_max_tokens=None
-        )
-
-    def format(self, request_id: str, options: Options) -> Format:
-        service = self._service
-        return ChatFormat(
-            request_id,
-            service.model_name,
-            service.wall_clock(),
-            service.tokenizer.texts,
-            include_usage=options.include_usage,
-        )
+    def format(self, answering: Answering, fields: Fields) -> Format:
+        return ChatFormat(answering)
 
 
 class CompletionEndpoint(GenerateEndpoint):
     path = "/v1/completions"
+    default_max_tokens = DEFAULT_COMPLETION_TOKENS
 
-    async def read(self, fields: Fields) -> tuple[list[list[int]], Options]:
+    async def read(self, fields: Fields) -> Ask:
         options = read_completion_options(fields, self._service.vocabulary)
         given = fields.take("prompt")
         fields.finish()
-        return await completion_prompts(self._service, fields, given), options
+        prompts = await completion_prompts(self._service, fields, given)
+        texts: list[str | None] | None = None
+        if isinstance(given, str):
+            texts = [given]
+        elif all(isinstance(prompt, str) for prompt in given):
+            texts = list(given)
+        return Ask(prompts=prompts, options=options, texts=texts)
 
-    def start(
-        self, request_id: str, prompts: list[list[int]], options: Options, arrived_at: float
-    ) -> Generation:
-        return self._service.start(
-            request_id,
-            prompts,
-            options,
-            arrived_at=arrived_at,
-            default_max_tokens=DEFAULT_COMPLETION_TOKENS,
-        )
+    def format(self, answering: Answering, fields: Fields) -> Format:
+        return CompletionFormat(answering)
 
-    def format(self, request_id: str, options: Options) -> Format:
-        service = self._service
-        return CompletionFormat(
-            request_id,
-            service.model_name,
-            service.wall_clock(),
-            service.tokenizer.texts,
-            include_usage=options.include_usage,
+
+async def read_chat(service: TextService, fields: Fields) -> Ask:
+    """A request in the words of chat completions."""
+    options = read_chat_options(fields, service.vocabulary)
+    given = fields.take("messages")
+    continues = fields.boolean("continue_final_message", False)
+    add_generation_prompt = fields.boolean("add_generation_prompt", not continues)
+    variables = fields.object("chat_template_kwargs") or {}
+    fields.finish()
+    if continues and add_generation_prompt:
+        raise InvalidRequest(
+            "continue_final_message needs add_generation_prompt to be false",
+            param="continue_final_message",
         )
+    if options.tools is not None:
+        variables = {"tools": list(options.tools.tools)} | variables
+    prompt = await chat_prompt(
+        service, given, add_generation_prompt, variables, continues=continues
+    )
+    return Ask(prompts=[prompt], options=options)
 
 
 async def chat_prompt(
-    service: TextService, given: Any, add_generation_prompt: bool, variables: dict[str, Any]
+    service: TextService,
+    given: Any,
+    add_generation_prompt: bool,
+    variables: dict[str, Any],
+    *,
+    continues: bool = False,
 ) -> list[int]:
-    if "messages" in variables:
-        raise InvalidRequest("chat_template_kwargs must not hold messages", param="messages")
+    for name in ("messages", "add_generation_prompt"):
+        if name in variables:
+            raise InvalidRequest(f"chat_template_kwargs must not hold {name}", param=name)
     template = service.tokenizer.template
     messages = normalized_messages(given, takes_parts=template.takes_parts)
-    return await service.encode_chat(messages, add_generation_prompt, variables)
+    return await service.encode_chat(
+        messages, add_generation_prompt, variables, continue_final_message=continues
+    )
 
 
 async def completion_prompts(service: TextService, fields: Fields, given: Any) -> list[list[int]]:

@@ -30,7 +30,7 @@ from common.errors import (
     TandemError,
 )
 from common.messages import GenerateRequest, pack_tokens
-from common.types import FinishReason, TokenLogprobs
+from common.types import FinishReason, PromptLogprobs, TokenLogprobs
 from router.dispatch import Placement, Placing
 
 MAX_ATTEMPTS = 3
@@ -137,6 +137,7 @@ class Journey:
         self._has_ended = False
         self._has_prefilled = False
         self.num_cached_tokens = 0
+        self.prompt_logprobs: PromptLogprobs | None = None
 
     def start(self) -> None:
         """Raises NotReady when there is no worker to begin with."""
@@ -173,6 +174,8 @@ class Journey:
             if self.leg_done(leg):
                 self._legs.remove(leg)
                 leg.end()
+            else:
+                leg.cancel_output(output_index)
 
     @property
     def avoid(self) -> set[str]:
@@ -184,10 +187,11 @@ class Journey:
     def admitted(self) -> None:
         self._on_admitted()
 
-    def prefilled(self, num_cached_tokens: int) -> None:
+    def prefilled(self, num_cached_tokens: int, prompt_logprobs: PromptLogprobs | None) -> None:
         if not self._has_prefilled:
             self._has_prefilled = True
             self.num_cached_tokens = min(num_cached_tokens, self._request.num_prompt_tokens)
+            self.prompt_logprobs = prompt_logprobs
 
     def token(
         self,
@@ -245,7 +249,7 @@ class Journey:
             self._request,
             token_ids=self._request.token_ids + so_far,
             output_index=output_index,
-            sampling=dataclasses.replace(self._request.sampling, n=1),
+            sampling=dataclasses.replace(self._request.sampling, n=1, prompt_logprobs=None),
         )
 
     def _renamed(self, request: GenerateRequest) -> GenerateRequest:
@@ -305,7 +309,7 @@ class _Leg:
         self.request = request
         self.output_indices = output_indices
         self._journey = journey
-        self._num_running = len(output_indices)
+        self._running = set(output_indices)
         self._placement: Placement | None = None
         self._prefill_incarnation: str | None = None
         self._phase = Phase.NEW
@@ -334,7 +338,13 @@ class _Leg:
         if self._phase is not Phase.ENDED:
             self._move(Phase.ENDED)
             if self._placement is not None:
-                self._placement.end(is_complete=self._num_running == 0)
+                self._placement.end(is_complete=not self._running)
+
+    def cancel_output(self, output_index: int) -> None:
+        """The router has ended this output; the leg's others go on."""
+        if output_index in self._running and self._placement is not None:
+            self._running.discard(output_index)
+            self._placement.cancel_output(output_index)
 
     # --- Sink -------------------------------------------------------------------------------------
 
@@ -347,10 +357,10 @@ class _Leg:
             self._placement.route(self._journey.avoid)
             self._prefill_incarnation = self._placement.prefill_incarnation
 
-    def prefill_done(self, num_cached_tokens: int) -> None:
+    def prefill_done(self, num_cached_tokens: int, prompt_logprobs: PromptLogprobs | None) -> None:
         if self._phase in (Phase.SUBMITTED, Phase.ADMITTED):
             self._prefilled()
-            self._journey.prefilled(num_cached_tokens)
+            self._journey.prefilled(num_cached_tokens, prompt_logprobs)
 
     def token(
         self,
@@ -366,14 +376,14 @@ class _Leg:
         if output_index not in self.output_indices:
             return
         if finish_reason is not None:
-            self._num_running -= 1
+            self._running.discard(output_index)
         self._journey.token(output_index, token_id, finish_reason, logprobs)
         if finish_reason is not None and self._journey.leg_done(self):
             self.end()
 
     def failed(self, error: TandemError) -> None:
         if self._phase is not Phase.ENDED:
-            self._num_running = 0
+            self._running.clear()
             self._journey.leg_failed(self, error)
 
     def _prefilled(self) -> None:

@@ -6,6 +6,7 @@ both.
 """
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,8 @@ from common.errors import InvalidRequest, UnsupportedParameter
 from common.types import SamplingParams
 from router.fields import Fields
 from router.stop import StopSet
+from router.structured import read_grammar
+from router.tools import ToolUse, read_tools
 
 MAX_N = 128
 MAX_OUTPUTS = 1024
@@ -20,33 +23,26 @@ MAX_STOPS = 1024
 MAX_STOP_CHARS = 32_768
 MAX_STOP_TOKEN_IDS = 1024
 MAX_LOGPROBS = 20
+MAX_BAD_WORDS = 256
+MAX_BAD_WORD_CHARS = 256
+MAX_SALT_CHARS = 256
 MIN_REPETITION_PENALTY = 0.01
 _INT64 = 2**63
 
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "add_special_tokens": (),
     "allowed_token_ids": ([],),
-    "bad_words": ([],),
-    "cache_salt": ("",),
     "early_stopping": (False,),
-    "guided_choice": (),
-    "guided_decoding_backend": (),
-    "guided_grammar": (),
-    "guided_json": (),
-    "guided_regex": (),
+    "guided_decoding_backend": ("auto",),
+    "guided_whitespace_pattern": (),
     "kv_transfer_params": (),
     "length_penalty": (1, 1.0),
     "logits_processors": ([],),
-    "priority": (0,),
-    "prompt_logprobs": (),
-    "response_format": ({"type": "text"},),
-    "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
     "service_tier": ("auto", "default"),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
     "store": (False,),
-    "structured_outputs": (),
     "truncate_prompt_tokens": (),
     "typical_p": (1, 1.0),
     "use_beam_search": (False,),
@@ -54,21 +50,16 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 _UNSUPPORTED_CHAT: dict[str, tuple[Any, ...]] = {
     "audio": (),
     "chat_template": (),
-    "continue_final_message": (False,),
     "documents": ([],),
-    "echo": (False,),
     "function_call": ("none", "auto"),
     "functions": ([],),
     "modalities": (["text"],),
-    "parallel_tool_calls": (True, False),
     "prediction": (),
     "reasoning_effort": (),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
     "verbosity": (),
     "web_search_options": (),
 }
-_UNSUPPORTED_COMPLETION: dict[str, tuple[Any, ...]] = {"echo": (False,), "suffix": ("",)}
+_UNSUPPORTED_COMPLETION: dict[str, tuple[Any, ...]] = {"suffix": ("",)}
 _IDENTIFIERS = ("user", "safety_identifier", "prompt_cache_key")
 
 
@@ -85,6 +76,12 @@ class Options:
     include_stop: bool
     stream: bool
     include_usage: bool
+    priority: int = 0
+    """Higher is sooner, as workers see it."""
+    cache_salt: str = ""
+    echo: bool = False
+    returns_token_ids: bool = False
+    tools: ToolUse | None = None
 
     def sampling_for(self, max_tokens: int, seed: int) -> SamplingParams:
         return dataclasses.replace(self.sampling, max_tokens=max_tokens, seed=seed)
@@ -96,6 +93,8 @@ class Vocabulary:
 
     size: int
     eos_token_ids: tuple[int, ...]
+    encode: Callable[[str], list[int]]
+    """Of a few words, without special tokens."""
 
 
 def read_chat_options(fields: Fields, vocabulary: Vocabulary) -> Options:
@@ -110,16 +109,21 @@ def read_chat_options(fields: Fields, vocabulary: Vocabulary) -> Options:
         vocabulary,
         logprobs=(num_top or 0) if has_logprobs else None,
         max_tokens=older if newer is None else newer,
+        tools=read_tools(fields),
         unsupported=_UNSUPPORTED | _UNSUPPORTED_CHAT,
     )
 
 
 def read_completion_options(fields: Fields, vocabulary: Vocabulary) -> Options:
+    echo = fields.boolean("echo", False)
+    logprobs = fields.integer("logprobs", 0, MAX_LOGPROBS)
     return _read(
         fields,
         vocabulary,
-        logprobs=fields.integer("logprobs", 0, MAX_LOGPROBS),
-        max_tokens=fields.integer("max_tokens", 1, _INT64),
+        logprobs=logprobs,
+        # with echo, 0 asks for the prompt alone
+        max_tokens=fields.integer("max_tokens", 0 if echo else 1, _INT64),
+        echo=echo,
         unsupported=_UNSUPPORTED | _UNSUPPORTED_COMPLETION,
     )
 
@@ -130,6 +134,8 @@ def _read(
     *,
     logprobs: int | None,
     max_tokens: int | None,
+    echo: bool = False,
+    tools: ToolUse | None = None,
     unsupported: dict[str, tuple[Any, ...]],
 ) -> Options:
     n = fields.integer("n", 1, MAX_N) or 1
@@ -141,6 +147,7 @@ def _read(
         fields.text(name)
     fields.object("metadata")
     _refuse_best_of(fields, n)
+    prompt_logprobs = _prompt_logprobs(fields, stream, logprobs if echo else None)
     for name, neutral in unsupported.items():
         fields.unsupported(name, neutral)
     sampling = SamplingParams(
@@ -157,7 +164,16 @@ def _read(
         stop_token_ids=_stop_token_ids(fields, vocabulary),
         logprobs=logprobs,
         n=n,
+        bad_words=_bad_words(fields, vocabulary),
+        prompt_logprobs=prompt_logprobs,
+        grammar=_grammar(fields, tools),
     )
+    if sampling.grammar is not None and not set(vocabulary.eos_token_ids) <= set(
+        sampling.stop_token_ids
+    ):
+        raise InvalidRequest(
+            "ignore_eos cannot be combined with a format of the output", param="ignore_eos"
+        )
     return Options(
         sampling=sampling,
         max_tokens=max_tokens,
@@ -166,7 +182,59 @@ def _read(
         include_stop=fields.boolean("include_stop_str_in_output", False),
         stream=stream,
         include_usage=_include_usage(fields, stream),
+        # as vLLM has it, clients count the other way: lower is sooner
+        priority=-(fields.integer("priority", -(2**31), 2**31) or 0),
+        cache_salt=_cache_salt(fields),
+        echo=echo,
+        tools=tools,
+        returns_token_ids=fields.boolean("return_token_ids", False),
     )
+
+
+def _grammar(fields: Fields, tools: ToolUse | None) -> str | None:
+    grammar = read_grammar(fields)
+    calls = None if tools is None else tools.grammar
+    if grammar is not None and calls is not None:
+        raise InvalidRequest(
+            "tool_choice cannot be combined with a format of the output", param="tool_choice"
+        )
+    return grammar or calls
+
+
+def _prompt_logprobs(fields: Fields, stream: bool, echoed: int | None) -> int | None:
+    """How many alternatives for each prompt token: those asked for, or those that `echo` shows."""
+    wanted = fields.integer("prompt_logprobs", 0, MAX_LOGPROBS)
+    if wanted is not None and stream:
+        raise InvalidRequest(
+            "prompt_logprobs are not available with stream", param="prompt_logprobs"
+        )
+    found = [count for count in (wanted, echoed) if count is not None]
+    return max(found) if found else None
+
+
+def _bad_words(fields: Fields, vocabulary: Vocabulary) -> tuple[tuple[int, ...], ...]:
+    """Each word as it is written at the start of a text and after a space."""
+    given = fields.take("bad_words")
+    if given is None:
+        return ()
+    if not isinstance(given, list) or not all(isinstance(w, str) and w.strip() for w in given):
+        raise fields.wrong("bad_words", "must be a list of words", given)
+    if len(given) > MAX_BAD_WORDS or max(map(len, given), default=0) > MAX_BAD_WORD_CHARS:
+        raise fields.wrong(
+            "bad_words",
+            f"must be at most {MAX_BAD_WORDS} words of {MAX_BAD_WORD_CHARS} characters",
+            len(given),
+        )
+    forms = [form for word in given for form in (word.lstrip(), " " + word.lstrip())]
+    sequences = [tuple(vocabulary.encode(form)) for form in forms]
+    return tuple(dict.fromkeys(ids for ids in sequences if ids))
+
+
+def _cache_salt(fields: Fields) -> str:
+    salt = fields.text("cache_salt") or ""
+    if len(salt) > MAX_SALT_CHARS:
+        raise fields.wrong("cache_salt", f"must have at most {MAX_SALT_CHARS} characters", salt)
+    return salt
 
 
 def _refuse_best_of(fields: Fields, n: int) -> None:

@@ -24,7 +24,7 @@ from common.messages import (
     TokenBatch,
 )
 from common.rpc import Stream
-from common.types import FinishReason, RequestId, TokenLogprobs
+from common.types import FinishReason, PromptLogprobs, RequestId, TokenLogprobs
 
 
 class Sink(Protocol):
@@ -32,7 +32,9 @@ class Sink(Protocol):
 
     def admitted(self, needs_route: bool) -> None: ...
 
-    def prefill_done(self, num_cached_tokens: int) -> None: ...
+    def prefill_done(
+        self, num_cached_tokens: int, prompt_logprobs: PromptLogprobs | None
+    ) -> None: ...
 
     def token(
         self,
@@ -71,6 +73,11 @@ class Session:
         """The request is not wanted any more. Harmless when it has ended."""
         if self._sinks.pop(request_id, None) is not None:
             self._outbox.put_nowait(Cancel(request_id=request_id))
+
+    def cancel_output(self, request_id: RequestId, output_index: int) -> None:
+        """One of the request's outputs is not wanted any more."""
+        if request_id in self._sinks:
+            self._outbox.put_nowait(Cancel(request_id=request_id, output_index=output_index))
 
     def forget(self, request_id: RequestId) -> None:
         """The request has ended by itself: all its outputs have finished."""
@@ -124,7 +131,7 @@ class Session:
                     sinks[request_id].admitted(needs_route)
             case PrefillDone(request_id=request_id, num_cached_tokens=num_cached_tokens):
                 if request_id in sinks:
-                    sinks[request_id].prefill_done(num_cached_tokens)
+                    sinks[request_id].prefill_done(num_cached_tokens, message.prompt_logprobs)
             case Failed(request_id=request_id):
                 sink = sinks.pop(request_id, None)
                 if sink is not None:

@@ -11,8 +11,8 @@ from common.types import FinishReason, TokenLogprobs
 from router.detokenizer import Detokenizer, TokenTexts
 from router.stop import StopMatcher, StopSet
 
-TokenEntry = tuple[int, TokenLogprobs]
-"""A token and its logprobs."""
+TokenEntry = tuple[int, TokenLogprobs | None]
+"""A token and its logprobs. (An echoed prompt's first token has none.)"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +23,8 @@ class Piece:
     text: str
     finish_reason: FinishReason | None
     entries: tuple[TokenEntry, ...] = ()
+    token_ids: tuple[int, ...] = ()
+    """The tokens behind the text, if they are wanted."""
 
 
 class TextOutput:
@@ -34,6 +36,7 @@ class TextOutput:
         stops: StopSet | None,
         include_stop: bool,
         min_tokens: int,
+        keeps_ids: bool = False,
     ) -> None:
         self._choice = choice
         self._detokenizer = Detokenizer(texts)
@@ -41,8 +44,17 @@ class TextOutput:
         self._include_stop = include_stop
         self._min_tokens = min_tokens
         self._entries: list[TokenEntry] = []
+        self._keeps_ids = keeps_ids
+        self._token_ids: list[int] = []
         self.num_tokens = 0
         self.has_finished = False
+
+    def end_unseen(self) -> Piece | None:
+        """The output ends before its first token, which nobody asked for."""
+        if self.has_finished:
+            return None
+        self.has_finished = True
+        return Piece(self._choice, "", FinishReason.LENGTH)
 
     def push(
         self, token_id: int, finish_reason: FinishReason | None, logprobs: TokenLogprobs | None
@@ -53,6 +65,8 @@ class TextOutput:
         self.num_tokens += 1
         if logprobs is not None:
             self._entries.append((token_id, logprobs))
+        if self._keeps_ids:
+            self._token_ids.append(token_id)
         text = ""
         if finish_reason is not FinishReason.STOP or self._include_stop:
             text = self._detokenizer.push(token_id)
@@ -72,4 +86,5 @@ class TextOutput:
         if self._entries:
             entries = tuple(self._entries)
             self._entries.clear()
-        return Piece(self._choice, text, finish_reason, entries)
+        token_ids, self._token_ids = tuple(self._token_ids), []
+        return Piece(self._choice, text, finish_reason, entries, token_ids)

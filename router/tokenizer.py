@@ -58,12 +58,17 @@ class Tokenizer:
         self._check_size(text, max_tokens)
         return await self._run(len(text), lambda: self._encode(text, add_special_tokens))
 
+    def encode_words(self, text: str) -> list[int]:
+        """Of a few words, as they would stand inside a text."""
+        return self._encode(text, False)
+
     async def encode_chat(
         self,
         messages: list[Message],
         max_tokens: int,
         *,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         variables: dict[str, Any] | None = None,
     ) -> list[int]:
         """Token ids of a chat. Raises InvalidRequest with the template's reason."""
@@ -79,6 +84,8 @@ class Tokenizer:
                 add_generation_prompt=add_generation_prompt,
                 **(given if marked is None else marked.chat),
             )
+            if continue_final_message:
+                text = _without_end(text, (given if marked is None else marked.chat)["messages"])
             self._check_size(text, max_tokens)
             if marked is None:
                 return self._encode(text, False)
@@ -142,6 +149,21 @@ class Tokenizer:
         if token_ids[: len(newline)] == newline:
             return token_ids[len(newline) :]
         return list(tokenizer.encode(piece, add_special_tokens=False).ids)
+
+
+def _without_end(text: str, messages: list[Message]) -> str:
+    """The chat up to the end of its last message's words, so that the model goes on with them."""
+    content = messages[-1].get("content")
+    if isinstance(content, list):
+        content = content[-1]["text"] if content else ""
+    words = str(content).strip()
+    start = text.rfind(words)
+    if not words or start < 0:
+        raise InvalidRequest(
+            "continue_final_message: the last message's content is not in the rendered chat",
+            param="continue_final_message",
+        )
+    return text[: start + len(words)]
 
 
 class _Marked:

@@ -28,6 +28,7 @@ from router.generation import TextService
 from router.grpc_front import GrpcFront, open_grpc
 from router.http_app import HttpServer, listen, make_app, make_server
 from router.metrics import RouterMetrics
+from router.parts import guessed_tool_parser
 from router.routing import LeastLoaded
 from router.tokenizer import Tokenizer, load_tokenizer
 
@@ -115,6 +116,8 @@ def open_router(
         request_timeout_s=config.request_timeout_s,
         wall_time=time.time,
         draw_bits=draw_bits,
+        tool_parser=config.tool_parser or guessed_tool_parser(tokenizer.template.source),
+        reasoning_parser=config.reasoning_parser,
     )
     discovery = Discovery(
         (*config.decode, *config.prefill),

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from itertools import cycle, islice
 
 import anyio
+import numpy as np
 
 from common.errors import TandemError, WorkerLost
 from common.messages import (
@@ -30,7 +31,7 @@ from common.messages import (
     unpack_tokens,
 )
 from common.rpc import RpcServer, Stream, serve
-from common.types import FinishReason, Role, TokenLogprobs
+from common.types import FinishReason, PromptLogprobs, Role, TokenLogprobs
 
 Script = Callable[[list[int], int], Iterator[int]]
 """Prompt and output index to the tokens of that output, without end or ending in end of text."""
@@ -76,6 +77,21 @@ class _Session:
             await self.stream.send(message)
 
 
+def scores_of(request: GenerateRequest) -> PromptLogprobs | None:
+    """Token i of the prompt has log-probability -i/8 and rank 2; the best are 100, 101, ..."""
+    num_top = request.sampling.prompt_logprobs
+    if num_top is None:
+        return None
+    count = request.num_prompt_tokens - 1
+    return PromptLogprobs(
+        num_top=num_top,
+        logprobs=np.array([-i / 8 for i in range(1, count + 1)], dtype="<f4").tobytes(),
+        ranks=np.full(count, 2, dtype="<i4").tobytes(),
+        top_ids=np.tile(np.arange(100, 100 + num_top, dtype="<i4"), count).tobytes(),
+        top_logprobs=np.full(count * num_top, -0.0625, dtype="<f4").tobytes(),
+    )
+
+
 class FakeWorker:
     def __init__(
         self,
@@ -115,6 +131,7 @@ class FakeWorker:
         self.script = self._script
         self.submitted: list[GenerateRequest] = []
         self.cancelled: list[str] = []
+        self.cancelled_outputs: list[tuple[str, int | None]] = []
         self.routes: list[Route] = []
         self.num_tokens_sent = 0
         self.admits = True
@@ -124,6 +141,9 @@ class FakeWorker:
         """Once a request has so many tokens of output 0, it fails; then this is over."""
         self.num_cached_tokens = 0
         self.has_prefill_pause = False
+
+    def reset_script(self) -> None:
+        self.script = self._script
 
     # --- life -------------------------------------------------------------------------------------
 
@@ -206,9 +226,13 @@ class FakeWorker:
                 self.routes.append(message)
                 request = next(r for r in self.submitted if r.request_id == message.request_id)
                 self._run(session, request)
-            case Cancel(request_id=request_id):
+            case Cancel(request_id=request_id, output_index=None):
                 self.cancelled.append(request_id)
                 session.running.pop(request_id, None)
+            case Cancel(request_id=request_id, output_index=index):
+                self.cancelled_outputs.append((request_id, index))
+                for output in getattr(session.running.get(request_id), "outputs", ()):
+                    output.has_finished |= output.index == index
 
     async def _admit(self, session: _Session, request: GenerateRequest) -> None:
         needs_route = self.state.role is Role.DECODE
@@ -250,7 +274,11 @@ class FakeWorker:
             if not running.has_prefilled:
                 running.has_prefilled = True
                 await session.send(
-                    PrefillDone(request_id=request_id, num_cached_tokens=self.num_cached_tokens)
+                    PrefillDone(
+                        request_id=request_id,
+                        num_cached_tokens=self.num_cached_tokens,
+                        prompt_logprobs=scores_of(running.request),
+                    )
                 )
             if await self._has_failed(session, running):
                 continue

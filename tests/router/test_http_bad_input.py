@@ -228,12 +228,11 @@ def test_b36_stops_that_are_taken(stack: Stack, stop: Any) -> None:
 @pytest.mark.parametrize(
     "fields",
     [
-        {"response_format": {"type": "json_object"}},
         {"suffix": "x"},
         {"n": 1, "best_of": 2},
-        {"prompt_logprobs": 1},
-        {"guided_json": {}},
-        {"priority": 5},
+        {"response_format": {"type": "structural_tag"}},
+        {"typical_p": 0.5},
+        {"allowed_token_ids": [5]},
         {"stream_options": {"continuous_usage_stats": True}, "stream": True},
     ],
 )

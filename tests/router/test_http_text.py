@@ -252,14 +252,6 @@ def test_b15_stream_and_whole_agree(story: Stack, fields: dict[str, Any]) -> Non
         assert finish_of(chunks, choice["index"]) == choice["finish_reason"]
 
 
-def test_b15_tools_are_refused_and_not_ignored(stack: Stack) -> None:
-    tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
-    response = stack.chat(tools=[tool])
-    assert response.status_code == 400
-    assert response.json()["error"]["code"] == "unsupported_parameter"
-    assert response.json()["error"]["param"] == "tools"
-
-
 @pytest.mark.parametrize(
     ("prompt", "num_choices"),
     [("a", 1), (["a", "b"], 2), ([5, 6, 7], 1), ([[5, 6], [7, 8, 9]], 2)],
@@ -281,14 +273,6 @@ def test_b16_four_shapes_of_prompt(stack: Stack, prompt: Any, num_choices: int) 
 def test_b16_other_shapes_are_refused(stack: Stack, prompt: Any) -> None:
     response = stack.complete(prompt)
     assert (response.status_code, response.json()["error"]["param"]) == (400, "prompt")
-
-
-@pytest.mark.parametrize("fields", [{"echo": True}, {"echo": True, "logprobs": 1, "max_tokens": 1}])
-def test_b10_b17_echo_is_refused_and_not_ignored(stack: Stack, fields: dict[str, Any]) -> None:
-    for prompt in ("a b c", [5, 6, 7]):
-        response = stack.complete(prompt, **fields)
-        assert response.status_code == 400
-        assert response.json()["error"]["code"] == "unsupported_parameter"
 
 
 def test_b122_every_end_of_text_id_ends(model_dir: Path, tmp_path: Path) -> None:

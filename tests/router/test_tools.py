@@ -1,0 +1,353 @@
+"""Tools, reasoning and structured output, over a worker that says what the test scripts."""
+
+import json
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from llguidance import LLMatcher, LLTokenizer
+
+from router.parts import (
+    CallArguments,
+    CallBegun,
+    Content,
+    HermesSplitter,
+    ListSplitter,
+    LlamaSplitter,
+    MistralSplitter,
+    NamedSplitter,
+    PlainSplitter,
+    Reasoning,
+    ReasoningSplitter,
+    Splitter,
+    guessed_tool_parser,
+)
+from router.tokenizer import Tokenizer
+from tests.router.fake_worker import FakeWorker, tokens
+from tests.router.sse import events, finish_of
+from tests.router.stack import Stack
+
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "Weather of a city",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string", "maxLength": 12}},
+            "required": ["city"],
+            "additionalProperties": False,
+        },
+    },
+}
+CLOCK = {"type": "function", "function": {"name": "clock"}}
+
+Taken = tuple[str, str, list[tuple[str, str]]]
+
+
+def taken_apart(splitter: Splitter, text: str, rng: random.Random) -> Taken:
+    """Content, reasoning and calls of a text that comes in random pieces."""
+    content, reasoning = "", ""
+    calls: dict[int, tuple[str, str]] = {}
+    pieces = []
+    while text:
+        size = rng.randint(1, 7)
+        pieces.append(text[:size])
+        text = text[size:]
+    for part in [part for piece in pieces for part in splitter.push(piece)] + splitter.flush():
+        match part:
+            case Content(more):
+                content += more
+            case Reasoning(more):
+                reasoning += more
+            case CallBegun(index, name):
+                assert index == len(calls)
+                calls[index] = (name, "")
+            case CallArguments(index, more):
+                calls[index] = (calls[index][0], calls[index][1] + more)
+    return content, reasoning, list(calls.values())
+
+
+def thinking(inner: Callable[[], Splitter], begins_inside: bool) -> Callable[[], Splitter]:
+    return lambda: ReasoningSplitter(inner(), begins_inside=begins_inside)
+
+
+CASES: list[tuple[Callable[[], Splitter], str, Taken]] = [
+    (
+        HermesSplitter,
+        'Hi <tool_call>\n{"name": "f", "arguments": {"a": "}{\\"", "b": [1,{"c":2}]}}\n</tool_call>'
+        '\n<tool_call>{"arguments": {"x": 1}, "name": "g"}</tool_call> bye <tool',
+        ("Hi bye <tool", "", [("f", '{"a": "}{\\"", "b": [1,{"c":2}]}'), ("g", '{"x": 1}')]),
+    ),
+    (HermesSplitter, "a < b <tool> c", ("a < b <tool> c", "", [])),
+    (HermesSplitter, '<tool_call>{"nam": 1}</tool_call>', ('{"nam": 1}', "", [])),
+    (HermesSplitter, '<tool_call>{"name": "f"}</tool_call>', ("", "", [("f", "{}")])),
+    (
+        HermesSplitter,
+        '<tool_call>{"name": "f", "arguments": {"a": 1',
+        ("", "", [("f", '{"a": 1')]),
+    ),
+    (
+        MistralSplitter,
+        '[TOOL_CALLS] [{"name": "f", "arguments": {"a": 1}}, {"name":"g","arguments":{}}]',
+        ("", "", [("f", '{"a": 1}'), ("g", "{}")]),
+    ),
+    (MistralSplitter, '[TOOL_CALLS]f[ARGS]{"a": {"b":1}}', ("", "", [("f", '{"a": {"b":1}}')])),
+    (MistralSplitter, "no [TOOLS]", ("no [TOOLS]", "", [])),
+    (
+        LlamaSplitter,
+        '<|python_tag|>{"name": "f", "parameters": {"a": 1}}; {"name": "g", "parameters": {}}',
+        ("", "", [("f", '{"a": 1}'), ("g", "{}")]),
+    ),
+    (LlamaSplitter, '{"answer": 42}', ('{"answer": 42}', "", [])),
+    (LlamaSplitter, " plain", (" plain", "", [])),
+    (
+        ListSplitter,
+        '[{"name": "f", "parameters": {"a": "x"}}, {"name": "g", "parameters": {}}]',
+        ("", "", [("f", '{"a": "x"}'), ("g", "{}")]),
+    ),
+    (lambda: NamedSplitter("f"), '{"a": 1}', ("", "", [("f", '{"a": 1}')])),
+    (
+        thinking(HermesSplitter, False),
+        '\n<think>hm</think>\n\nyes <tool_call>{"name": "f", "arguments": {}}</tool_call>',
+        ("yes ", "hm", [("f", "{}")]),
+    ),
+    (thinking(PlainSplitter, True), "hm</think>\n\nyes", ("yes", "hm", [])),
+    (thinking(PlainSplitter, True), "<think>hm</think>yes", ("yes", "hm", [])),
+    (thinking(PlainSplitter, True), "never ends", ("", "never ends", [])),
+    (thinking(PlainSplitter, False), "just <think>no</think>", ("just <think>no</think>", "", [])),
+    (thinking(PlainSplitter, False), "<thi", ("<thi", "", [])),
+]
+
+
+@pytest.mark.parametrize(("make", "text", "expected"), CASES, ids=range(len(CASES)))
+def test_an_answer_is_taken_apart_however_it_is_cut(
+    make: Callable[[], Splitter], text: str, expected: Taken
+) -> None:
+    rng = random.Random(1)
+    for _ in range(100):
+        assert taken_apart(make(), text, rng) == expected
+
+
+def test_the_parser_is_guessed_from_the_template() -> None:
+    assert guessed_tool_parser("{{ '[TOOL_CALLS]' }}") == "mistral"
+    assert guessed_tool_parser("{{ '<|python_tag|>' }}") == "llama3_json"
+    assert guessed_tool_parser("{{ '<tool_call>' }}") == "hermes"
+
+
+# --- over HTTP ------------------------------------------------------------------------------------
+
+
+def saying(model_dir: Path, tokenizer: Tokenizer, text: str, **config: Any) -> Stack:
+    ids = tokenizer.encode_words(text)
+    return Stack(model_dir, FakeWorker(script=tokens(*ids)), **config)
+
+
+def streamed_message(response: Any) -> dict[str, Any]:
+    """What a client puts together from a stream."""
+    message: dict[str, Any] = {"content": "", "reasoning_content": "", "tool_calls": []}
+    for chunk in events(response):
+        for choice in chunk["choices"]:
+            delta = choice["delta"]
+            for name in ("content", "reasoning_content"):
+                message[name] += delta.get(name) or ""
+            for call in delta.get("tool_calls", []):
+                if "id" in call:
+                    assert call["index"] == len(message["tool_calls"])
+                    message["tool_calls"].append(call["function"] | {"id": call["id"]})
+                else:
+                    own = message["tool_calls"][call["index"]]
+                    own["arguments"] += call["function"]["arguments"]
+    return message
+
+
+@pytest.fixture(scope="module")
+def caller(model_dir: Path, tokenizer: Tokenizer) -> Iterator[Stack]:
+    text = (
+        'Let me see. <tool_call>{"name": "get_weather", "arguments": {"city": "Oslo"}}</tool_call>'
+    )
+    with saying(model_dir, tokenizer, text) as running:
+        yield running
+
+
+def test_b15_tool_calls_streamed_and_whole_agree(caller: Stack) -> None:
+    body = caller.chat(tools=[WEATHER], max_tokens=80).json()
+    message = body["choices"][0]["message"]
+    assert body["choices"][0]["finish_reason"] == "tool_calls"
+    assert message["content"] == "Let me see. "
+    (call,) = message["tool_calls"]
+    assert call["type"] == "function"
+    assert call["id"].startswith("call_")
+    assert call["function"] == {"name": "get_weather", "arguments": '{"city": "Oslo"}'}
+    response = caller.chat(tools=[WEATHER], max_tokens=80, stream=True)
+    streamed = streamed_message(response)
+    assert streamed["content"] == message["content"]
+    (streamed_call,) = streamed["tool_calls"]
+    assert streamed_call["arguments"] == call["function"]["arguments"]
+    assert finish_of(events(response)) == "tool_calls"
+
+
+def test_tool_choice_none_leaves_the_text_alone(caller: Stack) -> None:
+    choice = caller.chat(tools=[WEATHER], tool_choice="none", max_tokens=80).json()["choices"][0]
+    assert "<tool_call>" in choice["message"]["content"]
+    assert choice["finish_reason"] == "stop"
+
+
+def test_required_and_named_tools_become_grammars(model_dir: Path, tokenizer: Tokenizer) -> None:
+    text = '[{"name": "get_weather", "parameters": {"city": "Oslo"}}]'
+    with saying(model_dir, tokenizer, text) as stack:
+        fields: dict[str, Any] = {"tools": [WEATHER, CLOCK], "tool_choice": "required"}
+        choice = stack.chat(**fields, max_tokens=80).json()["choices"][0]
+        assert choice["finish_reason"] == "tool_calls"
+        (call,) = choice["message"]["tool_calls"]
+        assert call["function"] == {"name": "get_weather", "arguments": '{"city": "Oslo"}'}
+        grammar = stack.workers[0].submitted[-1].sampling.grammar
+        assert grammar is not None
+        assert accepts(model_dir, grammar, text)
+        assert not accepts(model_dir, grammar, "[]")
+        assert accepts(model_dir, grammar, '[{"name": "clock", "parameters": {}}]')
+    with saying(model_dir, tokenizer, '{"city": "Oslo"}') as stack:
+        named = {"type": "function", "function": {"name": "get_weather"}}
+        fields = {"tools": [WEATHER, CLOCK], "tool_choice": named, "max_tokens": 80}
+        choice = stack.chat(**fields).json()["choices"][0]
+        assert choice["finish_reason"] == "stop"  # as OpenAI has it
+        assert choice["message"]["content"] is None
+        (call,) = choice["message"]["tool_calls"]
+        assert call["function"] == {"name": "get_weather", "arguments": '{"city": "Oslo"}'}
+        streamed = streamed_message(stack.chat(**fields, stream=True))
+        assert streamed["tool_calls"][0]["arguments"] == '{"city": "Oslo"}'
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tools": {}}, "tools"),
+        ({"tools": [{"type": "function"}]}, "tools[0].function.name"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
+        ({"tools": [CLOCK, CLOCK]}, "tools"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0]"),
+        ({"tools": [CLOCK], "tool_choice": "always"}, "tool_choice"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        (
+            {"tools": [CLOCK], "tool_choice": {"type": "function", "function": {"name": "x"}}},
+            "tool_choice",
+        ),
+        (
+            {
+                "tools": [CLOCK],
+                "tool_choice": "required",
+                "response_format": {"type": "json_object"},
+            },
+            "tool_choice",
+        ),
+    ],
+)
+def test_wrong_tools_are_refused(stack: Stack, fields: dict[str, Any], param: str) -> None:
+    response = stack.chat(**fields)
+    assert response.status_code == 400, response.text
+    assert response.json()["error"]["param"] == param
+
+
+def test_reasoning_is_kept_apart(model_dir: Path, tokenizer: Tokenizer) -> None:
+    text = "<think>It is simple.</think>\n\nFour."
+    with saying(model_dir, tokenizer, text, reasoning_parser="qwen3") as stack:
+        message = stack.chat(max_tokens=40).json()["choices"][0]["message"]
+        assert message["reasoning_content"] == "It is simple."
+        assert message["content"] == "Four."
+        streamed = streamed_message(stack.chat(max_tokens=40, stream=True))
+        assert streamed["reasoning_content"] == "It is simple."
+        assert streamed["content"] == "Four."
+    with saying(model_dir, tokenizer, text) as stack:
+        assert stack.chat(max_tokens=40).json()["choices"][0]["message"]["content"] == text
+
+
+def test_the_last_message_is_continued(stack: Stack, tokenizer: Tokenizer) -> None:
+    messages = [
+        {"role": "user", "content": "Count"},
+        {"role": "assistant", "content": "One, two,"},
+    ]
+    body = {"messages": messages, "max_tokens": 1, "return_token_ids": True}
+    fields = {"continue_final_message": True}
+    response = stack.http.post("/v1/chat/completions", json=body | fields).json()
+    assert response["prompt_token_ids"][-4:] == tokenizer.encode_words("One, two,")[-4:]
+    both = fields | {"add_generation_prompt": True}
+    refused = stack.http.post("/v1/chat/completions", json=body | both)
+    assert refused.status_code == 400
+
+
+# --- structured output ----------------------------------------------------------------------------
+
+
+def accepts(model_dir: Path, grammar: str, text: str) -> bool:
+    tokenizer = LLTokenizer(str(model_dir / "tokenizer.json"), n_vocab=49152, eos_token=[2])
+    matcher = LLMatcher(tokenizer, grammar, log_level=0)
+    ids = tokenizer.tokenize_str(text)
+    return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}
+CONSTRAINTS: list[tuple[dict[str, Any], str, str]] = [
+    ({"response_format": {"type": "json_object"}}, '{"x": [1]}', "[1]"),
+    (
+        {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "n", "schema": SCHEMA, "strict": True},
+            }
+        },
+        '{"a": 2}',
+        '{"a": 3}',
+    ),
+    ({"guided_json": SCHEMA}, '{"a": 1}', '{"b": 1}'),
+    ({"guided_json": json.dumps(SCHEMA)}, '{"a": 1}', '{"b": 1}'),
+    ({"guided_regex": "[ab]{3}"}, "aba", "abc"),
+    ({"guided_choice": ["yes", "no"]}, "no", "maybe"),
+    ({"guided_grammar": 'root ::= "x" | "y" root'}, "yyx", "yy"),
+    ({"guided_grammar": 'start: "x" | "y" start'}, "yyx", "yy"),
+    ({"structured_outputs": {"regex": "[0-9]+"}}, "42", "x"),
+    ({"structured_outputs": {"choice": ["a"]}}, "a", "b"),
+    ({"structured_outputs": {"json": SCHEMA, "whitespace_pattern": ""}}, '{"a":1}', '{"a" : 1}'),
+    ({"structured_outputs": {"json_object": True}}, "{}", "1"),
+]
+
+
+@pytest.mark.parametrize(("fields", "good", "bad"), CONSTRAINTS, ids=range(len(CONSTRAINTS)))
+def test_constraints_become_grammars(
+    stack: Stack, model_dir: Path, fields: dict[str, Any], good: str, bad: str
+) -> None:
+    for send in (stack.chat, stack.complete):
+        response = send(**fields, max_tokens=1)
+        assert response.status_code == 200, response.text
+        grammar = stack.workers[0].submitted[-1].sampling.grammar
+        assert grammar is not None
+        assert accepts(model_dir, grammar, good)
+        assert not accepts(model_dir, grammar, bad)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"response_format": {"type": "json_schema"}},
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "foo"}}}},
+        {"response_format": {"type": "yaml"}},
+        {"response_format": "json"},
+        {"guided_json": 5},
+        {"guided_json": "{"},
+        {"guided_regex": "a(b"},
+        {"guided_choice": []},
+        {"guided_choice": ["a", 1]},
+        {"guided_grammar": "root ::= ("},
+        {"structured_outputs": {"regex": "a", "choice": ["b"]}},
+        {"structured_outputs": {"rgx": "a"}},
+        {"guided_regex": "a", "guided_choice": ["b"]},
+        {"guided_regex": "a", "ignore_eos": True},
+        {"guided_regex": "a" * 300_000},
+    ],
+    ids=str,
+)
+def test_wrong_constraints_are_refused(stack: Stack, fields: dict[str, Any]) -> None:
+    response = stack.complete(**fields)
+    assert response.status_code == 400, response.text
+    assert "Traceback" not in response.text
