@@ -206,7 +206,8 @@ def score(logits: Tensor, targets: NDArray[np.int32], num_top: int) -> PromptLog
     parts = []
     for first in range(0, len(targets), SCORED_AT_ONCE):
         rows = torch.log_softmax(logits[first : first + SCORED_AT_ONCE], dim=1)
-        chosen = torch.from_numpy(targets[first : first + SCORED_AT_ONCE]).long().to(logits.device)
+        wanted = targets[first : first + SCORED_AT_ONCE].astype(np.int64)
+        chosen = torch.from_numpy(wanted).to(logits.device)
         own = rows.gather(1, chosen.unsqueeze(1))
         best = rows.topk(min(num_top, rows.shape[1]), dim=1)
         parts.append(

@@ -34,7 +34,7 @@ from common.pages import TAG_BYTES, PageTag, checksum
 from common.rpc import Stream
 from common.scheduling.kv_cache import KvCache
 from common.scheduling.plan import LandingMove, LandingResult, PageKind, StepPlan, StepResult
-from common.types import FinishReason, Role, SamplingParams
+from common.types import FinishReason, PromptLogprobs, Role, SamplingParams, TokenLogprobs
 from common.worker import Identity
 from common.worker_metrics import WorkerMetrics
 from decode_worker.links import Links
@@ -304,6 +304,8 @@ class Outputs:
     tokens: dict[int, list[int]] = field(default_factory=dict)
     finish_reasons: dict[int, FinishReason] = field(default_factory=dict)
     num_cached_tokens: int | None = None
+    prompt_logprobs: PromptLogprobs | None = None
+    logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     error: Failed | None = None
     num_admitted: int = 0
     times: list[float] = field(default_factory=list)
@@ -379,7 +381,9 @@ class Client:
                 if needs_route:
                     await self.stream.send(Route(request_id=request_id, prefill=self._prefill))
             case PrefillDone(request_id=request_id):
-                self._outputs[request_id][0].num_cached_tokens = message.num_cached_tokens
+                outputs = self._outputs[request_id][0]
+                outputs.num_cached_tokens = message.num_cached_tokens
+                outputs.prompt_logprobs = message.prompt_logprobs
             case TokenBatch():
                 for row, request_id in enumerate(message.request_ids):
                     self._token(message, row, request_id, now)
@@ -393,6 +397,9 @@ class Client:
         outputs, first, end = self._outputs[request_id]
         index = batch.output_indices[row]
         outputs.tokens.setdefault(index, []).append(batch.token_ids[row])
+        entry = batch.logprobs[row] if batch.logprobs else None
+        if entry is not None:
+            outputs.logprobs.setdefault(index, []).append(entry)
         outputs.times.append(now)
         first.set()
         reason = batch.finish_reasons[row]
