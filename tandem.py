@@ -1,4 +1,4 @@
-"""The command line: `tandem serve|router|prefill|decode|demo-model`. Parses, starts, nothing else.
+"""The command line: `tandem serve|router|prefill|decode|demo-model|calibrate|quality`. Parses, starts, nothing else.
 
 Imports are lazy, so that the router's process never loads torch and --help is quick.
 """
@@ -6,7 +6,15 @@ Imports are lazy, so that the router's process never loads torch and --help is q
 import importlib
 import sys
 
-from common.config import Command, DemoModelConfig, ServeConfig, home, parse
+from common.config import (
+    CalibrateConfig,
+    Command,
+    DemoModelConfig,
+    QualityConfig,
+    ServeConfig,
+    home,
+    parse,
+)
 from common.errors import ConfigError
 
 PACKAGES = {"router": "router", "prefill": "prefill_worker", "decode": "decode_worker"}
@@ -30,10 +38,18 @@ def run(command: Command) -> int:
 
             return launcher.serve(config, command.config_file)
         case DemoModelConfig(verify=verify):
-            from common.demo_model import prepare
+            from common.demo_model import prepare_calibrated
 
-            print(prepare(home(), report=say, verify=verify))
+            print(prepare_calibrated(home(), report=say, verify=verify))
             return 0
+        case CalibrateConfig() as config:
+            from common.engine import calibrate
+
+            return calibrate.run(config, say)
+        case QualityConfig() as config:
+            from common.engine import quality
+
+            return quality.run(config, print)
         case config:
             module = importlib.import_module(f"{PACKAGES[command.name]}.__main__")
             exit_code: int = module.run(config)

@@ -267,7 +267,70 @@ class DemoModelConfig:
     verify: bool = option("compare every file with its hash, not only with its size", default=False)
 
 
-Config = RouterConfig | WorkerConfig | ServeConfig | DemoModelConfig
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CalibrateConfig:
+    model: str = option("model directory in Hugging Face format", metavar="DIR")
+    text: str = option("file with text like what the model will be given", metavar="FILE")
+    threads: int | None = option(
+        "CPU threads for computing", default=None, metavar="N", shown="all cores"
+    )
+
+    def __post_init__(self) -> None:
+        check_directory("model", self.model)
+        check_at_least("threads", self.threads, 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QualityConfig:
+    model: str = option("model directory in Hugging Face format", metavar="DIR")
+    text: str = option("file with text like what the model will be given", metavar="FILE")
+    codecs: tuple[str, ...] = option(
+        "what to compare with fp32", default=get_args(KvCodec)[:-1], metavar="CODEC,..."
+    )
+    check: KvCodec = option("the codec that the bounds hold for", default="fp8_e4m3")
+    max_change: float = option(
+        "bound on the change of perplexity over windows of 1,024 tokens",
+        default=0.05,
+        metavar="X",
+    )
+    min_top_1: float = option(
+        "bound on the percentage of positions with the same most likely token, likewise",
+        default=97.0,
+        metavar="PERCENT",
+    )
+    max_long_change: float = option(
+        "bound on the mean change of perplexity over windows of 8,192 tokens",
+        default=0.08,
+        metavar="X",
+    )
+    windows: int = option("windows of 1,024 tokens, evenly over the text", default=24, metavar="N")
+    long_windows: int = option("windows of 8,192 tokens, likewise", default=3, metavar="N")
+    compare_offsets: bool = option("measure codecs without their offsets too", default=True)
+    block_size: BlockSize = option("tokens per KV block", default=16)
+    threads: int | None = option(
+        "CPU threads for computing", default=None, metavar="N", shown="all cores"
+    )
+    json: str | None = option(
+        "also write the numbers here", default=None, metavar="FILE", shown="no file"
+    )
+
+    def __post_init__(self) -> None:
+        check_directory("model", self.model)
+        check_at_least("windows", self.windows, 1)
+        check_at_least("long_windows", self.long_windows, 0)
+        check_at_least("threads", self.threads, 1)
+        for codec in self.codecs:
+            if codec not in get_args(KvCodec):
+                raise ConfigError(
+                    f"--codecs: there is no {codec}; choose among {', '.join(get_args(KvCodec))}"
+                )
+        if self.check not in self.codecs:
+            raise ConfigError(f"--check {self.check} is not among --codecs")
+
+
+Config = (
+    RouterConfig | WorkerConfig | ServeConfig | DemoModelConfig | CalibrateConfig | QualityConfig
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -291,6 +354,11 @@ COMMANDS: dict[str, tuple[type[Config], str]] = {
     "prefill": (WorkerConfig, "start a prefill worker"),
     "decode": (WorkerConfig, "start a decode worker, or with --colocated one that does both"),
     "demo-model": (DemoModelConfig, "prepare the demo model and print its directory"),
+    "calibrate": (
+        CalibrateConfig,
+        "measure what compressed KV subtracts, and store it beside the model",
+    ),
+    "quality": (QualityConfig, "measure what each KV codec costs, and fail beyond a bound"),
 }
 
 

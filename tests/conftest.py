@@ -14,4 +14,4 @@ os.environ.setdefault("TRITON_INTERPRET", "1")  # read when Triton is first impo
 @pytest.fixture(scope="session")
 def demo_model() -> Path:
     """The demo model's directory, prepared on first use."""
-    return demo.prepare(home(), report=lambda text: None)
+    return demo.prepare_calibrated(home(), report=lambda text: None)

@@ -129,7 +129,7 @@ def test_help_names_every_command_and_loads_no_torch() -> None:
     command = [sys.executable, "-c", code, "--help"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S)
     assert done.returncode == 0
-    for name in ("serve", "router", "prefill", "decode", "demo-model"):
+    for name in ("serve", "router", "prefill", "decode", "demo-model", "calibrate", "quality"):
         assert name in done.stdout
 
 

@@ -78,7 +78,8 @@ def toml_literal(command: str, name: str, model: str, port: int) -> str:
     if get_origin(core) is Literal:
         return json.dumps(get_args(core)[0])
     if get_origin(core) is tuple:
-        return '["127.0.0.1:7", "localhost:8"]'
+        is_codecs = option_fields(command)[name].metadata["metavar"] == "CODEC,..."
+        return '["fp8_e4m3", "bf16"]' if is_codecs else '["127.0.0.1:7", "localhost:8"]'
     shapes = {"HOST:PORT": f"127.0.0.1:{9000 + port}", "DIR": model}
     return json.dumps(shapes.get(option_fields(command)[name].metadata["metavar"], "text"))
 

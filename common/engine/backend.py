@@ -10,6 +10,7 @@ from common.engine.batch import StepBatch
 from common.engine.pools import PageArena
 from common.engine.weights import Checkpoint
 from common.errors import ConfigError
+from common.kernels.offsets import Offsets
 from common.model_config import ModelConfig
 
 
@@ -30,6 +31,7 @@ def load_backend(
     model_dir: str | Path,
     config: ModelConfig,
     pool: PageArena,
+    offsets: Offsets,
     *,
     device: str,
     dtype: str,
@@ -44,11 +46,11 @@ def load_backend(
             raise ConfigError(f"on CPU Tandem computes in float32, not {dtype}", param="dtype")
         weights = CpuWeights(checkpoint, config)
         return CpuModel(
-            config, weights, pool, max_num_tokens=max_num_tokens, num_threads=num_threads
+            config, weights, pool, offsets, max_num_tokens=max_num_tokens, num_threads=num_threads
         )
     from common.engine.triton_model import TritonModel
 
-    return TritonModel(config, checkpoint, pool, _compute_dtype(dtype, config))
+    return TritonModel(config, checkpoint, pool, offsets, _compute_dtype(dtype, config))
 
 
 def _compute_dtype(dtype: str, config: ModelConfig) -> torch.dtype:

@@ -22,6 +22,7 @@ from common.kernels.cpu import forward as k
 from common.kernels.cpu.attention import scratch_floats
 from common.kernels.cpu.pages import checksum_of, pages_of
 from common.kernels.cpu.sync import FIRST_COUNTER
+from common.kernels.offsets import Offsets
 from common.model_config import ModelConfig
 
 KINDS: Final = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -36,6 +37,7 @@ class CpuModel:
         config: ModelConfig,
         weights: "CpuWeights",
         pool: PageArena,
+        offsets: Offsets,
         *,
         max_num_tokens: int,
         num_threads: int,
@@ -50,7 +52,8 @@ class CpuModel:
         self._scale = np.float32(config.head_dim**-0.5)
         self._cos, self._sin = rope_tables(config)
         self._sync = np.zeros(FIRST_COUNTER + 2 + config.num_layers * k.PHASES, dtype=np.int64)
-        self._pages = np.array(pages_of(pool.packed, pool.exact, pool.layout))
+        self._pages = np.array(pages_of(pool.packed, pool.exact, pool.layout, offsets))
+        self._offsets = offsets
         self._workspaces: list[NDArray[np.float32]] = []
         self._helpers = ThreadPoolExecutor(num_threads - 1, "compute") if num_threads > 1 else None
         self._reserve(max_num_tokens, 1)

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from common.engine.backend import Backend, load_backend
 from common.engine.batch import StepBatch, make_batch
 from common.engine.grammar import GrammarTable
+from common.engine.offsets import open_offsets
 from common.engine.outputs import OutputTable
 from common.engine.pools import PageArena
 from common.engine.sampler import Sampled, sample, score
@@ -75,6 +76,7 @@ class ModelRunner:
         landing: PageArena,
         grammars: GrammarTable,
         layout_fingerprint: bytes,
+        offsets_hash: bytes,
         incarnation: int,
         device: str = "cpu",
     ) -> None:
@@ -83,6 +85,7 @@ class ModelRunner:
         self.pool = pool
         self.landing = landing
         self.layout_fingerprint = layout_fingerprint
+        self.offsets_hash = offsets_hash
         self._backend = backend
         self._incarnation = incarnation
         self._grammars = grammars
@@ -102,6 +105,23 @@ class ModelRunner:
 
     def execute(self, plan: StepPlan) -> StepResult:
         began = time.perf_counter()
+        self._prepare(plan)
+        outcome = self._forward(plan) if plan.chunks or plan.decodes else _Outcome()
+        for order in plan.tags:
+            self._write_tag(order)
+        return _result(plan.step, outcome, time.perf_counter() - began)
+
+    def all_logits(self, plan: StepPlan) -> torch.Tensor:
+        """For tools: carries out a plan up to the forward pass and gives the logits [num_rows,
+        vocab_size] of all its rows. Nothing is sampled; valid until the next call.
+        """
+        self._prepare(plan)
+        batch = make_batch(plan, self._outputs, self.layout.block_size)
+        rows = np.arange(len(batch.token_ids), dtype=np.int64)
+        return self._backend.forward(replace(batch, wanted=rows))
+
+    def _prepare(self, plan: StepPlan) -> None:
+        """All of a plan that comes before its forward pass."""
         for key in plan.drops:
             self._outputs.drop(key)
             self._grammars.drop(key)
@@ -115,10 +135,6 @@ class ModelRunner:
             self._outputs.append_block(key, block_id)
         for key, block_id in plan.tails:
             self._outputs.give_tail(key, block_id)
-        outcome = self._forward(plan) if plan.chunks or plan.decodes else _Outcome()
-        for order in plan.tags:
-            self._write_tag(order)
-        return _result(plan.step, outcome, time.perf_counter() - began)
 
     def land(self, moves: Sequence[LandingMove]) -> LandingResult:
         return LandingResult(refusals=tuple(self._land(move) for move in moves))
@@ -293,9 +309,10 @@ def load_runner(
     num_threads: int = 1,
     incarnation: int = 0,
     max_num_tokens: int = 512,
+    is_calibrated: bool = True,
 ) -> ModelRunner:
     """Read a model and allocate its pools. `num_blocks` counts packed pages, `max_num_tokens` rows
-    of a step.
+    of a step; `is_calibrated` is False to leave the model's offsets aside.
     """
     config = ModelConfig.load(model_dir)
     layout = PageLayout(
@@ -309,11 +326,13 @@ def load_runner(
         raise ConfigError(f"device {device!r} is neither cpu nor cuda", param="device")
     if num_threads < 1:
         raise ConfigError(f"a worker needs at least one thread, not {num_threads}", param="threads")
+    offsets, offsets_hash = open_offsets(model_dir, config, layout, is_calibrated=is_calibrated)
     pool = PageArena(layout, num_blocks, num_exact, device)
     backend = load_backend(
         model_dir,
         config,
         pool,
+        offsets,
         device=device,
         dtype=dtype,
         num_threads=num_threads,
@@ -329,7 +348,8 @@ def load_runner(
             vocab_size=config.vocab_size,
             eos_token_ids=config.eos_token_ids,
         ),
-        layout_fingerprint=layout.fingerprint(model_fingerprint(model_dir)),
+        layout_fingerprint=layout.fingerprint(model_fingerprint(model_dir), offsets_hash),
+        offsets_hash=offsets_hash,
         incarnation=incarnation,
         device=device,
     )

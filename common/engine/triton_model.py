@@ -18,7 +18,9 @@ from common.engine.weights import Checkpoint
 from common.kernels.gpu.attention import attention
 from common.kernels.gpu.checksum import checksums
 from common.kernels.gpu.store import store
+from common.kernels.offsets import Offsets
 from common.model_config import ModelConfig
+from common.pages import ElementKind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,10 +43,16 @@ class TritonModel:
     """`forward(batch)` computes a step's KV into `pool` and returns the wanted logits."""
 
     def __init__(
-        self, config: ModelConfig, checkpoint: Checkpoint, pool: PageArena, dtype: torch.dtype
+        self,
+        config: ModelConfig,
+        checkpoint: Checkpoint,
+        pool: PageArena,
+        offsets: Offsets,
+        dtype: torch.dtype,
     ) -> None:
         self._config = config
         self._pool = pool
+        self._offsets = offsets.to(pool.packed.device)
         self._dtype = dtype
         self._device = pool.packed.device
         self._read = _Reader(checkpoint, config, dtype, self._device)
@@ -70,7 +78,10 @@ class TritonModel:
         x = self._embedding[self._to_device(batch.token_ids)]
         for index, layer in enumerate(self._layers[:num_layers]):
             q, k, v = self._qkv(layer, self._norm(x, layer.norm_1), cos, sin)
-            store(k, v, items, self._pool.packed, self._pool.exact, self._pool.layout, index)
+            store(
+                k, v, items, self._pool.packed, self._pool.exact, self._pool.layout,
+                self._offsets, index,
+            )  # fmt: skip
             attended = self._attend(q, k, v, runs, tables, index).flatten(1)
             x = x + F.linear(attended, layer.out, layer.out_bias)
             gate, up = F.linear(self._norm(x, layer.norm_2), layer.gate_up).chunk(2, dim=1)
@@ -93,7 +104,7 @@ class TritonModel:
             q, k = self._norm(q, layer.q_norm), self._norm(k, layer.k_norm)
         q = _rotate(q.float(), cos, sin) * config.head_dim**-0.5
         kv = torch.stack([_rotate(k.float(), cos, sin), v.float()])
-        if self._pool.layout.codec.exact_element_bytes == 2:
+        if self._pool.layout.codec.exact is ElementKind.BF16:
             kv = kv.bfloat16().float()
         return q.to(self._dtype), kv[0], kv[1]
 
@@ -106,7 +117,7 @@ class TritonModel:
             if len(which):
                 attention(
                     q, k, v, which, tables, self._pool.packed, self._pool.exact,
-                    self._pool.layout, index, max_tokens, out,
+                    self._pool.layout, self._offsets, index, max_tokens, out,
                 )  # fmt: skip
         return out
 

@@ -8,12 +8,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.pages import PageLayout, checksum
+from common.kernels.offsets import Offsets
+from common.pages import ElementKind, PageLayout, checksum
 
 NEUTRAL_SCALE = 127
 MAX_SCALE = 237
 E4M3_MAX = 448.0
-EXACT_DTYPES = {2: torch.bfloat16, 4: torch.float32}
+DTYPES = {ElementKind.BF16: torch.bfloat16, ElementKind.FP32: torch.float32}
 
 
 def quantise_e4m3(block: Tensor) -> tuple[Tensor, int]:
@@ -36,27 +37,27 @@ def dequantise_e4m3(data: Tensor, code: int) -> Tensor:
 
 def exact_slices(exact: Tensor, layout: PageLayout) -> Tensor:
     """Exact pages as [num_pages, num_layers, 2, kv_heads, block_size, head_dim], a view."""
-    size = layout.codec.exact_element_bytes
-    return _payload(exact, layout, size).view(EXACT_DTYPES[size])
+    kind = layout.codec.exact
+    return _payload(exact, layout, kind).view(DTYPES[kind])
 
 
 def packed_slices(packed: Tensor, layout: PageLayout) -> Tensor:
-    """The same of packed pages; uint8 for fp8."""
-    size = layout.codec.packed_element_bytes
-    payload = _payload(packed, layout, size)
-    return payload if size == 1 else payload.view(EXACT_DTYPES[size])
+    """The same of packed pages; uint8 when they are quantised."""
+    kind = layout.codec.packed
+    payload = _payload(packed, layout, kind)
+    return payload.view(DTYPES[kind]) if kind in DTYPES else payload
 
 
 def packed_scales(packed: Tensor, layout: PageLayout) -> Tensor:
     """E8M0 codes [num_pages, num_layers, 2, kv_heads], a view."""
-    scales = packed[:, layout.scales_offset : layout.scales_offset + layout.num_scales]
+    scales = packed[:, layout.scales_offset : layout.scales_offset + layout.scales_bytes]
     return scales.unflatten(1, (layout.num_layers, 2, layout.num_kv_heads))
 
 
-def _payload(pages: Tensor, layout: PageLayout, element_bytes: int) -> Tensor:
+def _payload(pages: Tensor, layout: PageLayout, kind: ElementKind) -> Tensor:
     shape = (layout.num_layers, 2, layout.num_kv_heads, layout.block_size)
-    payload = pages[:, : layout.num_elements * element_bytes]
-    return payload.unflatten(1, (*shape, layout.head_dim * element_bytes))
+    payload = pages[:, : layout.num_elements * kind.num_bits // 8]
+    return payload.unflatten(1, (*shape, layout.head_dim * kind.num_bits // 8))
 
 
 def store(
@@ -66,6 +67,7 @@ def store(
     packed: Tensor,
     exact: Tensor,
     layout: PageLayout,
+    offsets: Offsets,
     layer: int,
 ) -> None:
     """As `common.kernels.gpu.store.store`."""
@@ -82,12 +84,13 @@ def store(
             if packed_page < 0:
                 continue
             block = opens[exact_page, layer, which].to(k.dtype) if from_page else given
-            if not layout.codec.has_scales:
+            if not layout.codec.is_quantised:
                 sealed[packed_page, layer, which] = block.to(sealed.dtype)
                 continue
             scales = packed_scales(packed, layout)
+            means = offsets.of_block(layer, position // layout.block_size)[which]
             for head in range(layout.num_kv_heads):
-                data, code = quantise_e4m3(block[head].float())
+                data, code = quantise_e4m3(block[head].float() - means[head])
                 sealed[packed_page, layer, which, head] = data
                 scales[packed_page, layer, which, head] = code
 
@@ -101,6 +104,7 @@ def attention(
     packed: Tensor,
     exact: Tensor,
     layout: PageLayout,
+    offsets: Offsets,
     layer: int,
 ) -> Tensor:
     """As `common.kernels.gpu.attention.attention`, one query at a time, with a plain softmax."""
@@ -115,7 +119,7 @@ def attention(
                 pieces.append(
                     opens[int(tables[table, 0]), layer]
                     if b == 0
-                    else _dequantised(packed, layout, int(tables[table, b]), layer)
+                    else _dequantised(packed, layout, offsets, int(tables[table, b]), layer, b)
                 )
             if own_page >= 0 or block == 0:
                 pieces.append(opens[own_page if own_page >= 0 else int(tables[table, 0]), layer])
@@ -130,14 +134,17 @@ def attention(
     return out
 
 
-def _dequantised(packed: Tensor, layout: PageLayout, block_id: int, layer: int) -> Tensor:
-    """[2, kv_heads, block_size, head_dim] of a sealed block."""
+def _dequantised(
+    packed: Tensor, layout: PageLayout, offsets: Offsets, block_id: int, layer: int, block: int
+) -> Tensor:
+    """[2, kv_heads, block_size, head_dim] of a sealed block, number `block` of its request."""
     data = packed_slices(packed, layout)[block_id, layer]
-    if not layout.codec.has_scales:
+    if not layout.codec.is_quantised:
         return data.float()
     codes = packed_scales(packed, layout)[block_id, layer]
     scale = torch.exp2(codes.double() - 127).float()[:, :, None, None]
-    return data.view(torch.float8_e4m3fn).float() * scale
+    left = data.view(torch.float8_e4m3fn).float() * scale
+    return left + offsets.of_block(layer, block)[:, :, None]
 
 
 def checksums(pages: Tensor) -> list[int]:

@@ -44,7 +44,7 @@ SETTINGS = settings(print_blob=True, deadline=None, max_examples=100)
 @SETTINGS
 @given(LAYOUTS, st.sampled_from(PageKind))
 def test_parts_of_a_record_follow_each_other(layout: PageLayout, kind: PageKind) -> None:
-    scales = layout.num_scales if kind is PageKind.PACKED else 0
+    scales = layout.scales_bytes if kind is PageKind.PACKED else 0
     end = layout.payload_bytes(kind) + scales
     assert end <= layout.tag_offset(kind) < end + 64
     assert layout.page_bytes(kind) == layout.tag_offset(kind) + TAG_BYTES

@@ -9,7 +9,7 @@ import pytest
 from common.scheduling.plan import PageKind
 from tests.engine.conftest import make_runner
 from tests.engine.driver import Driver
-from tests.engine.tiny_models import make_tiny_model
+from tests.engine.tiny_models import give_offsets, make_tiny_model
 
 CHUNKS = (16, 64, 512)
 BLOCK = 16
@@ -63,9 +63,11 @@ def in_batch(
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Grouped heads, biases and QK-norm would hide nothing: Qwen2 has the biases, the demo model
-    the groups.
+    the groups. Both have offsets.
     """
-    return make_tiny_model(tmp_path_factory.mktemp("qwen2"), "qwen2").path
+    path = make_tiny_model(tmp_path_factory.mktemp("qwen2"), "qwen2").path
+    give_offsets(path)
+    return path
 
 
 @pytest.mark.parametrize("codec", ["fp8_e4m3", "bf16", "fp32"])
@@ -113,7 +115,7 @@ def test_pages_hold_no_bytes_of_earlier_tenants(path: Path) -> None:
     fresh = in_batch(Driver(make_runner(path)), LENGTHS, chunk=64)
     driver = Driver(make_runner(path))
     layout = driver.runner.layout
-    driver.runner.pool.packed[:, : layout.scales_offset + layout.num_scales] = 0xA5
+    driver.runner.pool.packed[:, : layout.scales_offset + layout.scales_bytes] = 0xA5
     driver.runner.pool.exact[:, : layout.payload_bytes(PageKind.EXACT)] = 0xA5
     for length, found in in_batch(driver, LENGTHS, chunk=64).items():
         found.assert_equals(fresh[length], f"{length} tokens in used pages")

@@ -7,6 +7,9 @@ from typing import Any
 import torch
 import transformers
 
+from common.engine.offsets import means_shape, save_means
+from common.model_config import ModelConfig
+
 CONFIGS: dict[str, tuple[Any, Any]] = {
     "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
     "mistral": (transformers.MistralConfig, transformers.MistralForCausalLM),
@@ -54,3 +57,10 @@ def make_tiny_model(
         torch.nn.init.normal_(parameter, mean=1.0 if "norm" in name else 0.0, std=scale)
     model.to(dtype).save_pretrained(path, max_shard_size=max_shard_size)
     return TinyModel(path, model_class.from_pretrained(path, dtype=torch.float32).eval())
+
+
+def give_offsets(path: Path, seed: int = 1) -> Path:
+    """Means of K and V as `tandem calibrate` would leave them, but random."""
+    generator = torch.Generator().manual_seed(seed)
+    means = torch.randn(means_shape(ModelConfig.load(path)), generator=generator)
+    return save_means(path, means.bfloat16(), {})

@@ -28,6 +28,9 @@ POOLS = {
     "exact_bytes": "i64",
     "first_slice": "i32",
     "scales_offset": "i32",
+    "means_ptr": "*fp32",
+    "cos_ptr": "*fp32",
+    "sin_ptr": "*fp32",
 }
 STORE = {"k_ptr": "*fp32", "v_ptr": "*fp32", "row_stride": "i64", "items_ptr": "*i64"} | POOLS
 ATTENTION = {

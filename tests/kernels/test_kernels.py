@@ -12,12 +12,14 @@ from torch import Tensor
 from common.engine.pools import PageArena
 from common.kernels import reference
 from common.kernels.cpu import pages as cpu_pages
+from common.kernels.cpu import simd
 from common.kernels.cpu.attention import attention as cpu_attention
 from common.kernels.cpu.store import store as cpu_store
 from common.kernels.gpu.attention import attention as gpu_attention
 from common.kernels.gpu.checksum import checksums as gpu_checksums
 from common.kernels.gpu.store import store as gpu_store
-from common.pages import PageLayout, codec_named
+from common.kernels.offsets import Offsets
+from common.pages import ElementKind, PageLayout, codec_named
 from common.scheduling.plan import PageKind
 
 LAYERS, HEADS, GROUP, WIDTH = 2, 2, 3, 16
@@ -40,6 +42,18 @@ class Step:
     items: Tensor
     runs: Tensor
     tables: Tensor
+    offsets: Offsets
+
+
+def offsets_of(layout: PageLayout, scale: float = 2.0) -> Offsets:
+    """Random means over 16 blocks."""
+    generator = torch.Generator().manual_seed(11)
+    shape = (layout.num_layers, 2, layout.num_kv_heads, layout.head_dim)
+    angles = torch.outer(
+        torch.arange(16.0 * layout.block_size), 10 ** -torch.linspace(0, 4, layout.head_dim // 2)
+    )
+    means = (torch.randn(shape, generator=generator) * scale).bfloat16()
+    return Offsets.of(means, angles.cos(), angles.sin(), layout.block_size)
 
 
 def make_step(codec: str, block_size: int) -> Step:
@@ -50,7 +64,7 @@ def make_step(codec: str, block_size: int) -> Step:
 
     def normal(*shape: int) -> Tensor:
         values = torch.randn(shape, generator=generator) * 4
-        return values.bfloat16().float() if layout.codec.exact_element_bytes == 2 else values
+        return values.bfloat16().float() if layout.codec.exact is ElementKind.BF16 else values
 
     pool = PageArena(layout, 24, 12)
     fill(pool, normal, generator)
@@ -84,6 +98,7 @@ def make_step(codec: str, block_size: int) -> Step:
         items=torch.tensor(items),
         runs=torch.tensor(runs),
         tables=torch.tensor(table, dtype=torch.int32),
+        offsets=offsets_of(layout),
     )
 
 
@@ -94,7 +109,7 @@ def fill(pool: PageArena, normal: Callable[..., Tensor], generator: torch.Genera
         reference.packed_slices(pool.packed, layout),
     )
     exact.copy_(normal(*exact.shape))
-    if not layout.codec.has_scales:
+    if not layout.codec.is_quantised:
         packed.copy_(normal(*packed.shape))
         return
     packed.copy_(torch.randint(0, 256, packed.shape, generator=generator))
@@ -115,7 +130,14 @@ def test_store_writes_the_bytes_of_the_reference(which: str, codec: str, block_s
     step, wanted = make_step(codec, block_size), make_step(codec, block_size)
     for layer in range(LAYERS):
         STORES[which](
-            step.k, step.v, step.items, step.pool.packed, step.pool.exact, step.layout, layer
+            step.k,
+            step.v,
+            step.items,
+            step.pool.packed,
+            step.pool.exact,
+            step.layout,
+            step.offsets,
+            layer,
         )
         reference.store(
             wanted.k,
@@ -124,6 +146,7 @@ def test_store_writes_the_bytes_of_the_reference(which: str, codec: str, block_s
             wanted.pool.packed,
             wanted.pool.exact,
             wanted.layout,
+            wanted.offsets,
             layer,
         )
     assert torch.equal(step.pool.exact, wanted.pool.exact)
@@ -136,7 +159,9 @@ def test_store_writes_the_bytes_of_the_reference(which: str, codec: str, block_s
 def test_attention_equals_the_reference(which: str, codec: str, block_size: int) -> None:
     step, layer = make_step(codec, block_size), 1
     pool, layout = step.pool, step.layout
-    reference.store(step.k, step.v, step.items, pool.packed, pool.exact, layout, layer)
+    reference.store(
+        step.k, step.v, step.items, pool.packed, pool.exact, layout, step.offsets, layer
+    )
     found = torch.empty_like(step.q)
     longest = int(step.runs[:, 1].max())
     ATTENTIONS[which](
@@ -148,12 +173,22 @@ def test_attention_equals_the_reference(which: str, codec: str, block_size: int)
         pool.packed,
         pool.exact,
         layout,
+        step.offsets,
         layer,
         longest,
         found,
     )
     wanted = reference.attention(
-        step.q, step.k, step.v, step.runs, step.tables, pool.packed, pool.exact, layout, layer
+        step.q,
+        step.k,
+        step.v,
+        step.runs,
+        step.tables,
+        pool.packed,
+        pool.exact,
+        layout,
+        step.offsets,
+        layer,
     )
     torch.testing.assert_close(found, wanted, atol=2e-5, rtol=1e-4)
 
@@ -186,23 +221,26 @@ def test_odd_blocks_are_sealed_as_the_reference_does(which: str, name: str) -> N
     block = blocks()[name].bfloat16().float().view(16, 1, 16)
     items = torch.tensor([[0, 16, 16, -1, 1, 0]])
     found, wanted = PageArena(layout, 2, 1), PageArena(layout, 2, 1)
-    STORES[which](block, -block, items, found.packed, found.exact, layout, 0)
-    reference.store(block, -block, items, wanted.packed, wanted.exact, layout, 0)
+    none = offsets_of(layout, scale=0.0)
+    STORES[which](block, -block, items, found.packed, found.exact, layout, none, 0)
+    reference.store(block, -block, items, wanted.packed, wanted.exact, layout, none, 0)
     assert torch.equal(found.packed, wanted.packed)
 
 
 def test_every_e4m3_byte_is_read_as_torch_reads_it() -> None:
     data = torch.arange(256, dtype=torch.uint8)
-    out = torch.empty(256)
-    widen(data.data_ptr(), 256, out.data_ptr())
+    out, zeros = torch.empty(256), torch.zeros(16)
+    widen(data.data_ptr(), zeros.data_ptr(), out.data_ptr())
     wanted = data.view(torch.float8_e4m3fn).float() * 0.25
     assert torch.equal(out.isnan(), wanted.isnan())
     assert torch.equal(out.nan_to_num(), wanted.nan_to_num())
 
 
 @njit
-def widen(source, count, target):  # type: ignore[no-untyped-def]
-    cpu_pages.load_rows(source, count, cpu_pages.E4M3, np.float32(0.25), target)
+def widen(source, zeros, target):  # type: ignore[no-untyped-def]
+    for i in range(0, 256, 16):
+        factor = np.float32(0.25 * 256)
+        simd.widen_e4m3(source + i, factor, zeros, target + i * 4)  # type: ignore[call-arg]
 
 
 @pytest.mark.parametrize("codec", CODECS)

@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 import torch
 
+from common.engine.offsets import open_offsets
 from common.engine.triton_model import TritonModel
 from common.engine.weights import Checkpoint
 from tests.engine.conftest import make_runner
 from tests.engine.driver import Driver
-from tests.engine.tiny_models import make_tiny_model
+from tests.engine.tiny_models import give_offsets, make_tiny_model
 
 
 @pytest.mark.parametrize(
@@ -21,12 +22,16 @@ def test_triton_backend_answers_as_the_cpu_backend(
     tmp_path_factory: pytest.TempPathFactory, family: str, codec: str
 ) -> None:
     path = make_tiny_model(tmp_path_factory.mktemp(family), family, num_hidden_layers=2).path
+    give_offsets(path)
     drivers = []
     for is_triton in (False, True):
         runner = make_runner(path, codec=codec, num_blocks=32, num_exact=8)
         if is_triton:
             checkpoint = Checkpoint.open(path)
-            runner._backend = TritonModel(runner.config, checkpoint, runner.pool, torch.float32)
+            offsets, _ = open_offsets(path, runner.config, runner.layout)
+            runner._backend = TritonModel(
+                runner.config, checkpoint, runner.pool, offsets, torch.float32
+            )
         driver = Driver(runner)
         driver.add("long", [int(t) for t in np.arange(46) * 31 % 331], max_tokens=4)
         driver.add("short", list(range(14)), max_tokens=4)

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from common.kernels.cpu.matmul import F32_WEIGHTS, tile
 from common.kernels.cpu.pages import (
-    E4M3,
+    block_offset,
     element_bytes,
-    load_rows,
+    load_exact,
+    load_packed,
     pages_of,
-    read_scale,
     transpose_rows,
 )
 from common.kernels.cpu.simd import (
@@ -39,6 +39,7 @@ from common.kernels.cpu.simd import (
     sub,
     total,
 )
+from common.kernels.offsets import Offsets
 from common.pages import PageLayout
 
 GRANULE = 16
@@ -72,12 +73,13 @@ class State(NamedTuple):
     plain: int  # [block_size, head_dim]: K before it is transposed
     keys: int  # [block_size / 16, head_dim, 16]
     values: int  # [block_size, head_dim]
+    offset: int  # [head_dim]
 
 
 def scratch_floats(num_tokens: int, group: int, head_dim: int, block_size: int) -> int:
     """Floats of scratch that one thread needs for runs of up to `num_tokens`."""
     rows = num_tokens * group
-    return rows * (2 * head_dim + GRANULE + 3) + 3 * block_size * head_dim
+    return rows * (2 * head_dim + GRANULE + 3) + (3 * block_size + 1) * head_dim
 
 
 @njit(nogil=True)
@@ -91,7 +93,8 @@ def _lay_out(at, rows, head_dim, block_size):
     plain = sums + rows * 4
     keys = plain + block_size * head_dim * 4
     values = keys + block_size * head_dim * 4
-    return State(q, out, scores, factors, largests, sums, plain, keys, values)
+    offset = values + block_size * head_dim * 4
+    return State(q, out, scores, factors, largests, sums, plain, keys, values, offset)
 
 
 @njit(nogil=True)
@@ -171,17 +174,25 @@ def _visit(state, first, last, group, head_dim, position, block_start, block_siz
 
 
 @njit(nogil=True)
-def _load_page(page, pages, slice_index, kind, state):
-    """K (transposed) and V of one head from the page at address `page`."""
+def _load_exact_page(page_number, pages, slice_index, state):
+    """K (transposed) and V of one head from an exact page."""
     size = pages.block_size * pages.head_dim
-    k_scale, v_scale = np.float32(1.0), np.float32(1.0)
-    if kind == E4M3:
-        scale_at = page + pages.scales_offset + slice_index
-        k_scale, v_scale = read_scale(scale_at), read_scale(scale_at + pages.num_heads)
-    k_at = page + slice_index * size * element_bytes(kind)
-    v_at = k_at + pages.num_heads * size * element_bytes(kind)
-    load_rows(k_at, size, kind, k_scale, state.plain)
-    load_rows(v_at, size, kind, v_scale, state.values)
+    slice_bytes = size * element_bytes(pages.exact_kind)
+    k_at = pages.exact + page_number * pages.exact_bytes + slice_index * slice_bytes
+    load_exact(k_at, size, pages.exact_kind, state.plain)
+    load_exact(k_at + pages.num_heads * slice_bytes, size, pages.exact_kind, state.values)
+    transpose_rows(state.plain, pages.head_dim * 4, pages.block_size, pages.head_dim, state.keys)
+
+
+@njit(nogil=True)
+def _load_packed_page(page_number, pages, slice_index, block, state):
+    """The same from the packed page that holds block number `block`."""
+    page = pages.packed + page_number * pages.packed_bytes
+    k_offset = block_offset(pages, slice_index, block, state.offset)
+    load_packed(page, slice_index, pages, k_offset, state.plain)
+    v_slice = slice_index + pages.num_heads
+    v_offset = block_offset(pages, v_slice, block, state.offset)
+    load_packed(page, v_slice, pages, v_offset, state.values)
     transpose_rows(state.plain, pages.head_dim * 4, pages.block_size, pages.head_dim, state.keys)
 
 
@@ -259,18 +270,15 @@ def attend(run, table, pages, slice_index, group, scratch):
         first = min(max(start - position, 0), count)  # tokens [first, last) stand in this block
         last = min(max(start + block_size - position, 0), count)
         if block == 0:
-            page = pages.exact + table[0] * pages.exact_bytes
-            _load_page(page, pages, slice_index, pages.exact_kind, state)
+            _load_exact_page(table[0], pages, slice_index, state)
             _visit(state, 0, count, group, head_dim, position, start, block_size)
             continue
         if last < count:
-            page = pages.packed + table[block] * pages.packed_bytes
-            _load_page(page, pages, slice_index, pages.packed_kind, state)
+            _load_packed_page(table[block], pages, slice_index, block, state)
             _visit(state, last, count, group, head_dim, position, start, block_size)
         if first < last:
             if run.own_page >= 0:
-                page = pages.exact + run.own_page * pages.exact_bytes
-                _load_page(page, pages, slice_index, pages.exact_kind, state)
+                _load_exact_page(run.own_page, pages, slice_index, state)
             else:
                 _load_own_rows(run, start - position, pages, state)
             _visit(state, first, last, group, head_dim, position, start, block_size)
@@ -303,6 +311,7 @@ def attention(
     packed: Tensor,
     exact: Tensor,
     layout: PageLayout,
+    offsets: Offsets,
     layer: int,
     max_run_tokens: int,
     out: Tensor,
@@ -314,5 +323,5 @@ def attention(
     scratch = np.empty(size, dtype=np.float32)
     _attend_all(
         q.data_ptr(), k.data_ptr(), v.data_ptr(), runs.numpy(), tables.numpy(), layer,
-        pages_of(packed, exact, layout), group, scratch.ctypes.data, out.data_ptr(),
+        pages_of(packed, exact, layout, offsets), group, scratch.ctypes.data, out.data_ptr(),
     )  # fmt: skip

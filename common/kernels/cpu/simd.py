@@ -294,15 +294,16 @@ def load_bf16(typingctx, at):
 
 
 @intrinsic
-def widen_e4m3(typingctx, at, scale, out):
-    """Sixteen e4m3 bytes at `at`, times `scale` / 256, as fp32 at `out`. 0x7F and 0xFF are NaN.
+def widen_e4m3(typingctx, at, scale, offset, out):
+    """Sixteen e4m3 bytes at `at`, times `scale` / 256, plus the floats at `offset` (one rounding),
+    as fp32 at `out`. 0x7F and 0xFF are NaN.
 
     An e4m3 number moved into the bits of an fp16 is 2^-8 of itself, subnormal or not; the processor
     widens fp16 without the penalty that fp32 subnormals have. So `scale` is 256 times the block's.
     """
 
     def codegen(context, builder, signature, args):
-        at, scale, out = args
+        at, scale, offset, out = args
         byte, half = ir.VectorType(ir.IntType(8), 16), ir.VectorType(ir.IntType(16), 16)
 
         def number(value):
@@ -316,11 +317,13 @@ def widen_e4m3(typingctx, at, scale, out):
         factor = _splat(builder, scale, V8F)
         for first in (0, 8):
             wide = builder.fpext(_half(builder, halves, first, 8), V8F)
-            place = _pointer(builder, builder.add(out, ir.Constant(ir.IntType(64), first * 4)), V8F)
-            builder.store(builder.fmul(wide, factor), place, align=4)
+            by = ir.Constant(ir.IntType(64), first * 4)
+            addend = builder.load(_pointer(builder, builder.add(offset, by), V8F), align=4)
+            place = _pointer(builder, builder.add(out, by), V8F)
+            builder.store(call_fma(builder, wide, factor, addend), place, align=4)
         return context.get_dummy_value()
 
-    return types.void(types.int64, types.float32, types.int64), codegen
+    return types.void(types.int64, types.float32, types.int64, types.int64), codegen
 
 
 @intrinsic

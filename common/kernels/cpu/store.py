@@ -12,13 +12,15 @@ from torch import Tensor
 
 from common.kernels.cpu.pages import (
     Pages,
+    block_offset,
     element_bytes,
-    load_rows,
+    load_exact,
     pages_of,
     seal,
     store_exact,
     zero_bytes,
 )
+from common.kernels.offsets import Offsets
 from common.pages import PageLayout
 
 
@@ -54,7 +56,10 @@ def _store_slice(rows, row_bytes, item, slice_at, pages):
 
 @njit(nogil=True)
 def _store_rows(rows, row_bytes, item, slice_index, pages, scratch):
-    """K or V of one head, whose number in a page is `slice_index`: store, and seal a full block."""
+    """K or V of one head, whose number in a page is `slice_index`: store, and seal a full block.
+
+    `scratch` has room for a block and an offset.
+    """
     size = pages.block_size * pages.head_dim
     exact_at = pages.exact + item.exact_page * pages.exact_bytes
     exact_at += slice_index * size * element_bytes(pages.exact_kind)
@@ -65,11 +70,13 @@ def _store_rows(rows, row_bytes, item, slice_index, pages, scratch):
     page = pages.packed + item.packed_page * pages.packed_bytes
     packed_at = page + slice_index * size * element_bytes(pages.packed_kind)
     scale_at = page + pages.scales_offset + slice_index
+    block = item.position // pages.block_size
+    offset = block_offset(pages, slice_index, block, scratch + size * 4)
     if item.from_page:
-        load_rows(exact_at, size, pages.exact_kind, np.float32(1.0), scratch)
-        seal(scratch, pages.head_dim * 4, pages, packed_at, scale_at)
+        load_exact(exact_at, size, pages.exact_kind, scratch)
+        seal(scratch, pages.head_dim * 4, pages, packed_at, scale_at, offset)
     else:
-        seal(rows, row_bytes, pages, packed_at, scale_at)
+        seal(rows, row_bytes, pages, packed_at, scale_at, offset)
 
 
 @njit(nogil=True)
@@ -96,6 +103,7 @@ def store(
     packed: Tensor,
     exact: Tensor,
     layout: PageLayout,
+    offsets: Offsets,
     layer: int,
 ) -> None:
     """Write k, v [num_rows, kv_heads, head_dim] fp32, rounded to the exact form, into pages.
@@ -104,8 +112,8 @@ def store(
     """
     assert k.is_contiguous()
     assert v.is_contiguous()
-    pages: Pages = pages_of(packed, exact, layout)
-    scratch = np.empty(layout.block_size * layout.head_dim, dtype=np.float32)
+    pages: Pages = pages_of(packed, exact, layout, offsets)
+    scratch = np.empty((layout.block_size + 1) * layout.head_dim, dtype=np.float32)
     row_bytes = layout.num_kv_heads * layout.head_dim * 4
     _store_all(
         k.data_ptr(), v.data_ptr(), row_bytes, items.numpy(), layer, pages, scratch.ctypes.data

@@ -10,7 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from common.kernels.gpu.store import KINDS
+from common.kernels.gpu.store import block_offset
+from common.kernels.offsets import Offsets
 from common.pages import PageLayout
 
 
@@ -57,6 +58,7 @@ def softmax_step(q, keys, values, seen, largest, sums, acc):
 def attention_kernel(
     q_ptr, q_stride, k_ptr, v_ptr, kv_stride, out_ptr, out_stride, runs_ptr, tables_ptr,
     tables_stride, packed_ptr, packed_bytes, exact_ptr, exact_bytes, first_slice, scales_offset,
+    means_ptr, cos_ptr, sin_ptr,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr,
     WIDTH: tl.constexpr, ROWS: tl.constexpr, EXACT_KIND: tl.constexpr, PACKED_KIND: tl.constexpr,
 ):  # fmt: skip
@@ -94,12 +96,18 @@ def attention_kernel(
     seen = slots[None, :] <= positions[:, None]
     largest, sums, acc = softmax_step(q, keys, values, seen, largest, sums, acc)
 
+    v_mean = tl.load(means_ptr + v_slice * HEAD_DIM + dims, mask=dims < HEAD_DIM, other=0.0)
     first_own = position // BLOCK
     last_own = (position + count - 1) // BLOCK
     for block in range(1, last_own):
         page = packed_ptr + tl.load(table + block).to(tl.int64) * packed_bytes
         keys = load_block(page, k_at, slot_mask, scales_offset + k_slice, PACKED_KIND)
         values = load_block(page, v_at, slot_mask, scales_offset + v_slice, PACKED_KIND)
+        if PACKED_KIND > 1:
+            keys += block_offset(means_ptr, cos_ptr, sin_ptr, k_slice, True, block, dims, HEAD_DIM)[
+                None, :
+            ]
+            values += v_mean[None, :]
         seen = (own_blocks[:, None] > block) & (slots[None, :] >= 0)
         largest, sums, acc = softmax_step(q, keys, values, seen, largest, sums, acc)
 
@@ -131,6 +139,7 @@ def attention(
     packed: Tensor,
     exact: Tensor,
     layout: PageLayout,
+    offsets: Offsets,
     layer: int,
     max_run_tokens: int,
     out: Tensor,
@@ -155,9 +164,10 @@ def attention(
         q, q.stride(0), k, v, k.stride(0), out, out.stride(0), runs, tables, tables.stride(0),
         packed, layout.packed_page_bytes, exact, layout.exact_page_bytes,
         layer * 2 * layout.num_kv_heads, layout.scales_offset,
+        offsets.means, offsets.cos, offsets.sin,
         KV_HEADS=layout.num_kv_heads, GROUP=group, BLOCK=layout.block_size, HEAD_DIM=head_dim,
         WIDTH=triton.next_power_of_2(head_dim),
         ROWS=max(16, triton.next_power_of_2(max_run_tokens * group)),
-        EXACT_KIND=KINDS[layout.codec.exact_element_bytes],
-        PACKED_KIND=KINDS[layout.codec.packed_element_bytes],
+        EXACT_KIND=int(layout.codec.exact),
+        PACKED_KIND=int(layout.codec.packed),
     )  # fmt: skip

@@ -9,10 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from common.kernels.offsets import Offsets
 from common.pages import PageLayout
-
-FP32, BF16, E4M3 = 0, 1, 2
-KINDS = {4: FP32, 2: BF16, 1: E4M3}
 
 
 @triton.jit
@@ -40,9 +38,28 @@ def scale_code(amax):
 
 
 @triton.jit
+def block_offset(
+    means_ptr, cos_ptr, sin_ptr, slice_index, is_k, block, dims, HEAD_DIM: tl.constexpr
+):
+    """Offset of a slice of block number `block`, at `dims`; see common/kernels/offsets.py."""
+    half: tl.constexpr = HEAD_DIM // 2
+    is_dim = dims < HEAD_DIM
+    is_low = dims < half
+    mean = means_ptr + slice_index * HEAD_DIM
+    own = tl.load(mean + dims, mask=is_dim, other=0.0)
+    other = tl.load(mean + tl.where(is_low, dims + half, dims - half), mask=is_dim, other=0.0)
+    at = block * half + tl.where(is_low, dims, dims - half)
+    cos = tl.load(cos_ptr + at, mask=is_dim, other=0.0)
+    sin = tl.load(sin_ptr + at, mask=is_dim, other=0.0)
+    a, b = own * cos, other * sin
+    turned = tl.where(is_low, a - b, a + b)
+    return tl.where(is_k, turned, own)
+
+
+@triton.jit
 def store_kernel(
     k_ptr, v_ptr, row_stride, items_ptr, packed_ptr, packed_bytes, exact_ptr, exact_bytes,
-    first_slice, scales_offset,
+    first_slice, scales_offset, means_ptr, cos_ptr, sin_ptr,
     KV_HEADS: tl.constexpr, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr,
     EXACT_KIND: tl.constexpr, PACKED_KIND: tl.constexpr,
 ):  # fmt: skip
@@ -85,8 +102,13 @@ def store_kernel(
             half = (block.to(tl.uint32, bitcast=True) >> 16).to(tl.uint16)
             tl.store(page.to(tl.pointer_type(tl.uint16)) + slice_at, half, mask=is_dim)
         else:
+            number = position // BLOCK
+            block -= block_offset(
+                means_ptr, cos_ptr, sin_ptr, slice_index, which == 0, number, dims, HEAD_DIM
+            )
             size = tl.abs(block)
-            amax = tl.max(tl.max(tl.where(size < float("inf"), size, 0.0), axis=1), axis=0)
+            is_counted = is_dim & (size < float("inf"))
+            amax = tl.max(tl.max(tl.where(is_counted, size, 0.0), axis=1), axis=0)
             code = scale_code(amax)
             inverse = ((254 - code) << 23).to(tl.float32, bitcast=True)
             tl.store(page + slice_at, encode_e4m3(block * inverse), mask=is_dim)
@@ -100,6 +122,7 @@ def store(
     packed: Tensor,
     exact: Tensor,
     layout: PageLayout,
+    offsets: Offsets,
     layer: int,
 ) -> None:
     """Write k, v [num_rows, kv_heads, head_dim] fp32, rounded to the exact form, into pages.
@@ -117,8 +140,9 @@ def store(
     store_kernel[(len(items), layout.num_kv_heads, 2)](
         k, v, k.stride(0), items, packed, layout.packed_page_bytes, exact,
         layout.exact_page_bytes, layer * 2 * layout.num_kv_heads, layout.scales_offset,
+        offsets.means, offsets.cos, offsets.sin,
         KV_HEADS=layout.num_kv_heads, BLOCK=layout.block_size, HEAD_DIM=layout.head_dim,
         WIDTH=triton.next_power_of_2(layout.head_dim),
-        EXACT_KIND=KINDS[layout.codec.exact_element_bytes],
-        PACKED_KIND=KINDS[layout.codec.packed_element_bytes],
+        EXACT_KIND=int(layout.codec.exact),
+        PACKED_KIND=int(layout.codec.packed),
     )  # fmt: skip

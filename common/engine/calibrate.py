@@ -1,0 +1,120 @@
+"""`tandem calibrate`: measures a model's means of K before rotary and of V, once, on a text.
+
+Windows of the text go through the engine with fp32 pages; K is turned back from there by the angle
+of its position. Block 0 is left out: it is never sealed, and its first token is unlike all others.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from common.config import CalibrateConfig, available_cores
+from common.engine.offsets import means_hash, save_means
+from common.engine.rope import rope_tables
+from common.engine.runner import ModelRunner, load_runner
+from common.errors import ConfigError
+from common.kernels.reference import packed_slices
+from common.scheduling.plan import OutputStart, PrefillChunk, StepPlan
+from common.types import SamplingParams
+
+WINDOW_TOKENS = 1024
+NUM_WINDOWS = 12
+CHUNK_TOKENS = 512
+KEY = "calibrate/0"
+
+Report = Callable[[str], None]
+
+
+def run(config: CalibrateConfig, report: Report) -> int:
+    tokens = read_tokens(config.model, config.text)
+    runner = load_runner(
+        config.model,
+        codec="fp32",
+        num_blocks=WINDOW_TOKENS // 16,
+        num_exact=1,
+        num_threads=config.threads or available_cores(),
+        max_num_tokens=CHUNK_TOKENS,
+    )
+    window = min(WINDOW_TOKENS, runner.config.max_position_embeddings) // 16 * 16
+    windows = spread(tokens, window, NUM_WINDOWS)
+    report(f"measuring the means of K and V over {len(windows)} x {window} tokens")
+    means = measure(runner, windows)
+    about = {
+        "text_sha256": hashlib.sha256(Path(config.text).read_bytes()).hexdigest(),
+        "tokens": str(windows.size),
+    }
+    path = save_means(config.model, means, about)
+    report(f"wrote {path}, hash {means_hash(means).hex()}; workers read it when they start")
+    return 0
+
+
+def read_tokens(model: str, text: str) -> NDArray[np.int32]:
+    try:
+        content = Path(text).read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise ConfigError(f"--text {text}: {error.strerror}", param="text") from error
+    tokenizer = Tokenizer.from_file(str(Path(model) / "tokenizer.json"))
+    return np.array(tokenizer.encode(content, add_special_tokens=False).ids, dtype=np.int32)
+
+
+def spread(tokens: NDArray[np.int32], window: int, count: int) -> NDArray[np.int32]:
+    """Up to `count` windows [.., window] that do not overlap, evenly over the text."""
+    whole = tokens[: len(tokens) // window * window].reshape(-1, window)
+    if not len(whole):
+        raise ConfigError(
+            f"the text has {len(tokens)} tokens, fewer than one window of {window}", param="text"
+        )
+    return whole[np.unique(np.linspace(0, len(whole) - 1, count).astype(np.int64))]
+
+
+def measure(runner: ModelRunner, windows: NDArray[np.int32]) -> Tensor:
+    """[num_layers, 2, num_kv_heads, head_dim] bfloat16."""
+    config, block_size = runner.config, runner.layout.block_size
+    cos, sin = (torch.from_numpy(table).double() for table in rope_tables(config))
+    shape = (config.num_layers, 2, config.num_kv_heads, config.head_dim)
+    total = torch.zeros(shape, dtype=torch.float64)
+    num_blocks = windows.shape[1] // block_size
+    for window in windows:
+        for plan in plans_of(window, block_size):
+            runner.execute(plan)
+        # [blocks, layers, 2, heads, block_size, head_dim] of blocks 1, 2, ...
+        sealed = packed_slices(runner.pool.packed[: num_blocks - 1], runner.layout).double()
+        positions = torch.arange(block_size, windows.shape[1]).view(-1, 1, 1, block_size)
+        a, b = sealed[:, :, 0].chunk(2, dim=-1)
+        c, s = cos[positions], sin[positions]
+        k = torch.cat([a * c + b * s, b * c - a * s], dim=-1)
+        total[:, 0] += k.sum((0, 3))
+        total[:, 1] += sealed[:, :, 1].sum((0, 3))
+    num_tokens = len(windows) * (num_blocks - 1) * block_size
+    means: Tensor = (total / num_tokens).bfloat16()
+    return means
+
+
+def plans_of(
+    window: NDArray[np.int32], block_size: int, chunk_tokens: int = CHUNK_TOKENS
+) -> Iterator[StepPlan]:
+    """Steps that compute a window of whole blocks in exact page 0 and packed pages 0, 1, ..., and
+    forget it.
+    """
+    start = OutputStart(
+        key=KEY,
+        token_ids=window,
+        num_prompt_tokens=len(window),
+        sampling=SamplingParams(max_tokens=1, temperature=0.0),
+    )
+    for first in range(0, len(window), chunk_tokens):
+        count = min(chunk_tokens, len(window) - first)
+        chunk = PrefillChunk(
+            key=KEY,
+            start=first,
+            num_tokens=count,
+            block_ids=(0, *range((first + count) // block_size - 1)),
+        )
+        yield StepPlan(step=0, starts=() if first else (start,), chunks=(chunk,))
+    yield StepPlan(step=0, drops=(KEY,))

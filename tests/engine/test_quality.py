@@ -1,0 +1,172 @@
+"""Offsets and codecs cost what docs/quality.md says; a few windows here, all of them in `make
+bench-quality`.
+"""
+
+import argparse
+import inspect
+import shutil
+import textwrap
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from common.config import CalibrateConfig, QualityConfig
+from common.engine import calibrate, quality
+from common.engine.offsets import load_means, means_hash, open_offsets
+from common.engine.rope import rope_tables
+from common.engine.runner import load_runner
+from common.errors import UnsupportedModel
+from common.model_config import ModelConfig
+from common.pages import NO_FINGERPRINT, OFFSETS_FILE
+from tests.engine.conftest import make_runner
+from tests.engine.driver import Driver
+from tests.engine.tiny_models import TinyModel, give_offsets, make_tiny_model
+
+
+def written_text(tmp_path: Path) -> str:
+    path = tmp_path / "text.txt"
+    path.write_text("\n".join(inspect.getsource(module) for module in (argparse, textwrap)))
+    return str(path)
+
+
+def test_fp8_keeps_its_bounds_on_the_demo_model(demo_model: Path, tmp_path: Path) -> None:
+    """Bounds on a short text that offsets were not measured on."""
+    config = QualityConfig(
+        model=str(demo_model),
+        text=written_text(tmp_path),
+        codecs=("fp8_e4m3",),
+        windows=1,
+        min_top_1=96.0,  # of 1,023 positions; the bound of 97 is for 24 windows
+        long_windows=0,
+        json=str(tmp_path / "found.json"),
+    )
+    lines: list[str] = []
+    assert quality.run(config, lines.append) == 0, "\n".join(lines)
+    assert [line.split()[0] for line in lines[1:]] == ["codec", "fp32", "fp8_e4m3", "fp8_e4m3"]
+
+
+def test_a_missed_bound_is_named(tiny: TinyModel) -> None:
+    config = QualityConfig(model=str(tiny.path), text="", max_change=0.01, min_top_1=99.9)
+
+    def result(name: str, change: float, same: float) -> quality.Quality:
+        return quality.Quality(
+            name=name,
+            num_windows=1,
+            window_tokens=1024,
+            perplexity=20 + change,
+            change=change,
+            same_top_1=same,
+            mean_kl=0.0,
+            by_thousand=(change,),
+        )
+
+    bad = [result("fp8_e4m3", 0.02, 0.99), result("fp8_e4m3 without offsets", 0.015, 1.0)]
+    misses = quality.misses_of(config, bad)
+    assert [miss.split(": ")[1].split(",")[0] for miss in misses] == [
+        "perplexity +0.020",
+        "99.00% same top-1",
+        "worse than without offsets (+0.015)",
+    ]
+    good = [result("fp8_e4m3", 0.01, 0.999), result("int8", 5.0, 0.1)]
+    assert quality.misses_of(config, good) == []
+
+
+def test_fp32_pages_differ_from_themselves_by_nothing(tiny: TinyModel) -> None:
+    windows = np.random.default_rng(0).integers(0, 331, (2, 64)).astype(np.int32)
+    candidates = [quality.Candidate(codec="fp32"), quality.Candidate(codec="fp8_e4m3")]
+    same, again, fp8 = quality.measure(tiny.path, windows, candidates, 16, 1)
+    assert again.change == same.change == 0.0
+    assert again.same_top_1 == 1.0
+    assert again.mean_kl == 0.0
+    with torch.no_grad():
+        logits = torch.stack([tiny.logits(window.tolist()) for window in windows])
+    targets = torch.from_numpy(windows[:, 1:]).long().flatten()
+    loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), targets)
+    assert same.perplexity == pytest.approx(float(loss.exp()), rel=1e-5)
+    assert 0 < fp8.mean_kl < 0.05
+
+
+def test_means_are_those_of_k_before_rotary_and_of_v(tmp_path: Path) -> None:
+    """Against hooks in transformers, positions of block 0 left out."""
+    model = make_tiny_model(tmp_path, "llama")
+    window = np.random.default_rng(1).integers(0, 331, (1, 96)).astype(np.int32)
+    runner = make_runner(tmp_path, codec="fp32")
+    found = calibrate.measure(runner, window)
+    layers = model.reference.model.layers
+    seen: dict[tuple[int, int], torch.Tensor] = {}
+    for index, layer in enumerate(layers):
+        for which, part in enumerate((layer.self_attn.k_proj, layer.self_attn.v_proj)):
+            part.register_forward_hook(
+                lambda module, given, out, at=(index, which): seen.__setitem__(at, out[0])
+            )
+    model.logits(window[0].tolist())
+    for (index, which), out in seen.items():
+        wanted = out[16:].view(80, 2, 16).mean(0)
+        torch.testing.assert_close(found[index, which].float(), wanted, atol=2e-3, rtol=1e-2)
+
+
+def test_a_calibrated_model_is_another_layout(tmp_path: Path) -> None:
+    """The command writes the file, workers read it, and codecs without loss ignore it."""
+    model = make_tiny_model(tmp_path, "llama")
+    before = load_runner(model.path, num_blocks=4, num_exact=2)
+    means_path = give_offsets(model.path)
+    after = load_runner(model.path, num_blocks=4, num_exact=2)
+    assert before.offsets_hash == NO_FINGERPRINT
+    assert after.offsets_hash == means_hash(load_means(model.path, after.config))
+    assert after.layout_fingerprint != before.layout_fingerprint
+    exact = load_runner(model.path, codec="bf16", num_blocks=4, num_exact=2)
+    assert exact.offsets_hash == NO_FINGERPRINT
+    means_path.write_bytes(means_path.read_bytes()[:50])
+    with pytest.raises(UnsupportedModel, match="tandem calibrate"):
+        load_runner(model.path, num_blocks=4, num_exact=2)
+
+
+def test_calibrate_reads_a_text_and_writes_the_file(demo_model: Path, tmp_path: Path) -> None:
+    """With the demo model's tokenizer beside a tiny model of its vocabulary."""
+    make_tiny_model(tmp_path, "llama", vocab_size=49152, num_hidden_layers=1)
+    shutil.copy(demo_model / "tokenizer.json", tmp_path)
+    lines: list[str] = []
+    config = CalibrateConfig(model=str(tmp_path), text=written_text(tmp_path), threads=1)
+    assert calibrate.run(config, lines.append) == 0
+    assert (tmp_path / OFFSETS_FILE).stat().st_mode & 0o777 == 0o644
+    means = load_means(tmp_path, ModelConfig.load(tmp_path))
+    assert means.any()
+    assert means_hash(means).hex() in lines[-1]
+
+
+def test_a_block_offset_is_the_mean_of_the_rotated_vector(tiny: TinyModel) -> None:
+    runner = make_runner(tiny.path)
+    cos, sin = (torch.from_numpy(table) for table in rope_tables(runner.config))
+    offsets, _ = open_offsets(tiny.path, runner.config, runner.layout)
+    means = torch.randn(offsets.means.shape)
+    offsets = type(offsets).of(means, cos, sin, 16)
+    a, b = means[1, 0].chunk(2, dim=-1)
+    for block in (1, 7):
+        rotated = [
+            torch.cat([a * cos[t] - b * sin[t], b * cos[t] + a * sin[t]], dim=-1)
+            for t in range(16 * block, 16 * block + 16)
+        ]
+        k, v = offsets.of_block(1, block)
+        torch.testing.assert_close(k, torch.stack(rotated).mean(0))
+        assert torch.equal(v, means[1, 1])
+
+
+def test_offsets_bring_a_biased_model_closer_to_fp32(tmp_path: Path) -> None:
+    """K with a large constant part (Qwen2's biases), as real models have."""
+    make_tiny_model(tmp_path, "qwen2")
+    prompt = np.random.default_rng(2).integers(0, 331, 200).tolist()
+
+    def logits(codec: str) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
+        driver = Driver(make_runner(tmp_path, codec=codec))
+        driver.add("a", prompt, max_tokens=8)
+        driver.run(chunk_tokens=64)
+        return np.stack(driver.logits["a"])
+
+    exact, without = logits("fp32"), logits("fp8_e4m3")
+    runner = make_runner(tmp_path, codec="fp32")
+    windows = np.random.default_rng(3).integers(0, 331, (4, 256)).astype(np.int32)
+    calibrate.save_means(tmp_path, calibrate.measure(runner, windows), {})
+    with_offsets = logits("fp8_e4m3")
+    assert np.abs(with_offsets - exact).mean() < np.abs(without - exact).mean()
