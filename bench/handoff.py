@@ -12,7 +12,7 @@ from typing import Any
 
 from bench.load import random_prompt, run_load
 from bench.serve import exposed_transfers
-from bench.serving import Serving, serving
+from bench.serving import Launched, serving
 
 PROMPT_TOKENS, CHUNK_TOKENS, BLOCK_SIZE, OUTPUT_TOKENS = 4096, 512, 16, 32
 REPEATS = 3
@@ -91,7 +91,7 @@ def page_bytes(element_bytes: int) -> int:
     return -(-(payload + scales) // 64) * 64 + 64
 
 
-def late_chunks(served: Serving) -> int:
+def late_chunks(served: Launched) -> int:
     """Chunks k of a prompt whose pages were not all verified when its chunk k+2 started."""
     started: dict[str, list[float]] = {}
     blocks: dict[str, list[list[int]]] = {}

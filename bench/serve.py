@@ -12,7 +12,7 @@ from statistics import median
 from typing import Any
 
 from bench.load import percentile, random_prompt, run_load
-from bench.serving import Serving, serving
+from bench.serving import Launched, serving
 
 NUM_REQUESTS, PROMPT_TOKENS, OUTPUT_TOKENS, CONCURRENCY = 32, 512, 64, 16
 
@@ -57,7 +57,7 @@ def measure(name: str, arguments: tuple[str, ...]) -> Row:
     )
 
 
-def exposed_transfers(served: Serving) -> list[float]:
+def exposed_transfers(served: Launched) -> list[float]:
     """From the first token's arrival at the decode worker until the last page was usable, per
     request.
     """

@@ -23,10 +23,9 @@ START_TIMEOUT_S = 120.0
 
 @dataclass(slots=True, eq=False)
 class Serving:
-    process: subprocess.Popen[str]
+    """A running server and what can be asked of it."""
+
     url: str
-    log: list[str]
-    event_log: Path
     http: httpx.Client
 
     @property
@@ -71,6 +70,16 @@ class Serving:
             assert self.metric(role, "tandem_landing_slots", state="in_use") == 0
             assert self.metric(role, "tandem_landing_slots", state="quarantined") == 0
 
+
+
+@dataclass(slots=True, eq=False)
+class Launched(Serving):
+    """The same, started with `tandem serve`."""
+
+    process: subprocess.Popen[str]
+    log: list[str]
+    event_log: Path
+
     def events(self) -> list[dict[str, Any]]:
         lines = self.event_log.read_text().splitlines()
         return sorted((json.loads(line) for line in lines), key=lambda event: event["time"])
@@ -104,7 +113,7 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def serving(*arguments: str, environment: dict[str, str] | None = None) -> Iterator[Serving]:
+def serving(*arguments: str) -> Iterator[Launched]:
     """Runs until the block ends, then stops it as Ctrl-C does."""
     with tempfile.TemporaryDirectory() as directory:
         events = Path(directory, "events.jsonl")
@@ -123,13 +132,12 @@ def serving(*arguments: str, environment: dict[str, str] | None = None) -> Itera
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            env=environment,
         )
         try:
             log = _read_until_ready(process)
             url = f"http://127.0.0.1:{port}"
             with httpx.Client(base_url=url, timeout=60) as http:
-                yield Serving(process=process, url=url, log=log, event_log=events, http=http)
+                yield Launched(url=url, http=http, process=process, log=log, event_log=events)
         finally:
             process.terminate()
             try:

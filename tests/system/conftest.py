@@ -2,11 +2,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from bench.serving import Serving, serving
+from bench.serving import Launched, serving
 
 
 @pytest.fixture(scope="session")
-def served() -> Iterator[Serving]:
+def served() -> Iterator[Launched]:
     """One prefill and one decode worker, shared by the tests that leave it as they found it."""
     with serving("--kv-blocks", "640") as running:
         yield running

@@ -12,14 +12,14 @@ import openai
 import pytest
 from openai.types.chat import ChatCompletionMessageParam
 
-from bench.serving import Serving, wait_for
+from bench.serving import Launched, wait_for
 
 PARIS: list[ChatCompletionMessageParam] = [
     {"role": "user", "content": "What is the capital of France?"}
 ]
 
 
-def client(served: Serving) -> openai.OpenAI:
+def client(served: Launched) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{served.url}/v1", api_key="none")
 
 
@@ -29,7 +29,7 @@ def prompt_text(num_words: int, seed: int) -> str:
     return f"{seed}: " + " ".join(rng.choice(words) for _ in range(num_words))
 
 
-def test_the_capital_of_france_streamed_through_two_workers(served: Serving) -> None:
+def test_the_capital_of_france_streamed_through_two_workers(served: Launched) -> None:
     roles = sorted(worker["role"] for worker in served.fleet())
     assert roles == ["decode", "prefill"]
     assert len({worker["pid"] for worker in served.fleet()}) == 2
@@ -53,7 +53,7 @@ def test_the_capital_of_france_streamed_through_two_workers(served: Serving) -> 
     assert served.metric("decode", "tandem_pull_pages_total") > before
 
 
-def test_the_prefill_worker_computes_every_prompt_token_and_bytes_add_up(served: Serving) -> None:
+def test_the_prefill_worker_computes_every_prompt_token_and_bytes_add_up(served: Launched) -> None:
     names = (
         "tandem_prompt_tokens_computed_total",
         "tandem_pull_bytes_total",
@@ -78,7 +78,7 @@ def test_the_prefill_worker_computes_every_prompt_token_and_bytes_add_up(served:
     assert payload < served.metric("decode", names[1]) - num_bytes < payload + 320 * num_blocks
 
 
-def test_200_requests_a_third_of_them_cancelled_leave_nothing_behind(served: Serving) -> None:
+def test_200_requests_a_third_of_them_cancelled_leave_nothing_behind(served: Launched) -> None:
     rng = random.Random(20)
 
     def one(number: int, num_words: int, max_tokens: int, cancel_after_s: float | None) -> int:
@@ -126,7 +126,7 @@ def test_200_requests_a_third_of_them_cancelled_leave_nothing_behind(served: Ser
     test_the_capital_of_france_streamed_through_two_workers(served)
 
 
-def test_a_client_that_leaves_stops_the_prefill_worker(served: Serving) -> None:
+def test_a_client_that_leaves_stops_the_prefill_worker(served: Launched) -> None:
     """B78: a long prompt is dropped after the chunk that is running."""
     before = served.metric("prefill", "tandem_prompt_tokens_computed_total")
     body = {"model": served.model, "prompt": prompt_text(4000, seed=3), "max_tokens": 50}
@@ -137,6 +137,6 @@ def test_a_client_that_leaves_stops_the_prefill_worker(served: Serving) -> None:
     assert computed <= 3 * 512
 
 
-def test_the_log_names_the_link_and_its_speed(served: Serving) -> None:
+def test_the_log_names_the_link_and_its_speed(served: Launched) -> None:
     client(served).completions.create(model=served.model, prompt="Hello", max_tokens=2)
     assert wait_for(lambda: any("is up:" in line and "GB/s" in line for line in served.log), 5)

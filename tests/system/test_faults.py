@@ -1,0 +1,243 @@
+"""Faults on real processes with NIXL: SIGKILL, SIGSTOP, restarts. The whole matrix runs on virtual time
+(tests/faults); here the parts that only an operating system has are tried.
+"""
+
+import json
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from bench.cluster import Cluster, cluster
+from bench.load import random_prompt
+from bench.serving import wait_for
+from bench.shrunk_model import shrunk_model
+
+LONG = random_prompt(7000, seed=1)
+OPTIONS = ("--kv-blocks", "2048", "--chunk-tokens", "256")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return shrunk_model(tmp_path_factory.mktemp("model") / "two-layers")
+
+
+@pytest.fixture(scope="module")
+def fleet(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """Two prefill and two decode workers; a test that kills one brings it back."""
+    directory = tmp_path_factory.mktemp("fleet")
+    with cluster(directory, model, "p0", "p1", "d0", "d1", options=OPTIONS) as running:
+        yield running
+
+
+def body_of(c: Cluster, prompt: list[int], max_tokens: int, salt: int) -> dict[str, Any]:
+    """Sampled with a seed; a first token of its own keeps prompts out of each other's prefix cache."""
+    return {
+        "model": c.model.name,
+        "prompt": [1000 + salt, *prompt],
+        "max_tokens": max_tokens,
+        "temperature": 0.8,
+        "seed": salt,
+        "ignore_eos": True,
+        "stream": True,
+    }
+
+
+class Stream:
+    """One streamed request on a thread of its own."""
+
+    def __init__(self, c: Cluster, prompt: list[int], max_tokens: int, salt: int) -> None:
+        self._body = body_of(c, prompt, max_tokens, salt)
+        self._url = c.url
+        self.text = ""
+        self.times: list[float] = [time.monotonic()]
+        self.error: dict[str, Any] | None = None
+        self.is_done = False
+        self.first = threading.Event()
+        self._leave = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        with (
+            httpx.Client(base_url=self._url, timeout=60) as http,
+            http.stream("POST", "/v1/completions", json=self._body) as response,
+        ):
+            assert response.status_code == 200, response.read()
+            for line in response.iter_lines():
+                if self._leave.is_set():
+                    return
+                if line == "data: [DONE]":
+                    self.is_done = True
+                elif line.startswith("data: "):
+                    self._chunk(json.loads(line[6:]))
+
+    def _chunk(self, chunk: dict[str, Any]) -> None:
+        self.error = self.error or chunk.get("error")
+        if chunk.get("choices"):
+            self.times.append(time.monotonic())
+            self.text += chunk["choices"][0]["text"]
+            self.first.set()
+
+    def leave(self) -> None:
+        self._leave.set()
+
+    def join(self) -> str:
+        self._thread.join(60)
+        assert self.error is None, self.error
+        assert self.is_done
+        return self.text
+
+    @property
+    def longest_pause_s(self) -> float:
+        return max(b - a for a, b in zip(self.times, self.times[1:], strict=False))
+
+
+def undisturbed(c: Cluster, prompt: list[int], max_tokens: int, salt: int) -> str:
+    """What the same request gives in peace (and without the prefix that it leaves behind)."""
+    return Stream(c, prompt, max_tokens, salt).join()
+
+
+def busy_worker(c: Cluster, role: str) -> str:
+    """The name of the worker of a role that has the request."""
+    found: list[str] = []
+
+    def look() -> bool:
+        workers = httpx.get(f"{c.url}/v1/fleet").json()["workers"]
+        names = {address: name for name, address in c.addresses.items()}
+        found[:] = [
+            names[w["address"]] for w in workers if w["role"] == role and w["running"] + w["waiting"]
+        ]
+        return bool(found)
+
+    assert wait_for(look, 10), c.logs()
+    return found[0]
+
+
+def at_rest(c: Cluster) -> None:
+    with c.served() as served:
+        served.wait_until_at_rest(within_s=10)
+
+
+def test_kill_the_prefill_worker_in_the_middle_of_a_prompt(fleet: Cluster) -> None:
+    stream = Stream(fleet, LONG, 30, salt=1)
+    name = busy_worker(fleet, "prefill")
+    fleet.kill(name)
+    text = stream.join()
+    assert stream.longest_pause_s < 1.0 + 2.0 + 15.0
+    fleet.start(name)
+    fleet.wait_for_workers(4)
+    assert text == undisturbed(fleet, LONG, 30, salt=1)
+    at_rest(fleet)
+
+
+def test_kill_the_decode_worker_while_it_decodes(fleet: Cluster) -> None:
+    stream = Stream(fleet, LONG[:300], 400, salt=2)
+    assert stream.first.wait(30)
+    name = busy_worker(fleet, "decode")
+    fleet.kill(name)
+    text = stream.join()
+    fleet.start(name)
+    fleet.wait_for_workers(4)
+    assert text == undisturbed(fleet, LONG[:300], 400, salt=2)
+    at_rest(fleet)
+
+
+def test_a_stop_of_three_seconds_is_survived_without_failover(fleet: Cluster) -> None:
+    for role, salt in (("prefill", 3), ("decode", 4)):
+        stream = Stream(fleet, LONG[:3000], 200, salt=salt)
+        name = busy_worker(fleet, role)
+        fleet.signal(name, signal.SIGSTOP)
+        threading.Event().wait(3.0)
+        fleet.signal(name, signal.SIGCONT)
+        assert stream.join() == undisturbed(fleet, LONG[:3000], 200, salt=salt)
+        assert "keepalive" not in fleet.log("router")
+    at_rest(fleet)
+
+
+def test_a_frozen_decode_worker_is_given_up_within_seven_seconds(fleet: Cluster) -> None:
+    stream = Stream(fleet, LONG[:300], 600, salt=5)
+    assert stream.first.wait(30)
+    name = busy_worker(fleet, "decode")
+    fleet.signal(name, signal.SIGSTOP)
+    try:
+        text = stream.join()
+        assert 5.0 < stream.longest_pause_s < 7.0 + 2.0 + 3.0
+    finally:
+        fleet.signal(name, signal.SIGCONT)
+    fleet.wait_for_workers(4)
+    assert text == undisturbed(fleet, LONG[:300], 600, salt=5)
+    at_rest(fleet)
+
+
+def test_a_drained_worker_finishes_what_it_has_and_exits_with_0(fleet: Cluster) -> None:
+    """B102: SIGTERM in the middle of streams; new requests go elsewhere, nothing is lost."""
+    streams = [Stream(fleet, LONG[:200], 300, salt=10 + n) for n in range(4)]
+    assert all(stream.first.wait(30) for stream in streams)
+    name = busy_worker(fleet, "decode")
+    fleet.signal(name, signal.SIGTERM)
+    later = [Stream(fleet, LONG[:200], 30, salt=20 + n) for n in range(4)]
+    texts = [stream.join() for stream in streams + later]
+    assert fleet.processes[name].wait(timeout=30) == 0
+    fleet.start(name)
+    fleet.wait_for_workers(4)
+    for number, text in enumerate(texts[:4]):
+        assert text == undisturbed(fleet, LONG[:200], 300, salt=10 + number)
+    at_rest(fleet)
+
+
+def test_a_rolling_restart_of_every_worker_under_load_loses_nothing(fleet: Cluster) -> None:
+    stop = threading.Event()
+    expected = {salt: undisturbed(fleet, LONG[:100], 40, salt=30 + salt) for salt in range(4)}
+
+    def client(salt: int) -> int:
+        count = 0
+        while not stop.is_set():
+            assert Stream(fleet, LONG[:100], 40, salt=30 + salt).join() == expected[salt]
+            count += 1
+        return count
+
+    with ThreadPoolExecutor(4) as pool:
+        clients = [pool.submit(client, salt) for salt in range(4)]
+        for name in ("p0", "d0", "p1", "d1"):
+            fleet.signal(name, signal.SIGTERM)
+            assert fleet.processes[name].wait(timeout=40) == 0
+            fleet.start(name)
+            fleet.wait_for_workers(4)
+        stop.set()
+        assert sum(client.result() for client in clients) > 8
+    at_rest(fleet)
+
+
+def test_late_bytes_of_a_read_that_was_given_up_hit_only_quarantined_slots(
+    model: Path, tmp_path: Path
+) -> None:
+    """The cell that is known to bite, over TCP: freeze P during a pull, cancel the request, let others
+    use D's pool, resume P. The bytes that then arrive must change nobody's text.
+    """
+    with cluster(tmp_path, model, "p0", "d0", "c0", options=OPTIONS, UCX_TLS="tcp,self") as c:
+        warm = undisturbed(c, LONG[:500], 40, salt=1)
+        quarantined = "tandem_landing_slots"
+        with c.served() as served:
+            for attempt in range(6):
+                stream = Stream(c, LONG, 40, salt=100 + attempt)
+                assert wait_for(
+                    lambda: served.metric("decode", quarantined, state="in_use") > 0, 20
+                ) or stream.first.is_set()
+                c.signal("p0", signal.SIGSTOP)
+                stream.leave()
+                stream = None  # type: ignore[assignment]
+                c.signal("p0", signal.SIGCONT)
+            others = [Stream(c, LONG[:400], 60, salt=200 + n) for n in range(6)]
+            texts = [other.join() for other in others]
+            assert wait_for(
+                lambda: served.metric("decode", quarantined, state="quarantined") == 0, 20
+            )
+        assert texts == [undisturbed(c, LONG[:400], 60, salt=200 + n) for n in range(6)]
+        assert warm == undisturbed(c, LONG[:500], 40, salt=1)
