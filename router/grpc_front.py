@@ -24,8 +24,10 @@ from common.errors import (
 )
 from router.fields import Fields
 from router.generation import DEFAULT_COMPLETION_TOKENS, Generation, TextService, Usage
-from router.http_app import listen
+from router.http_app import listen, tandem_version
 from router.http_generate import chat_prompt, count_request
+from router.kserve_grpc import SERVICE as KSERVE
+from router.kserve_grpc import kserve_handler
 from router.options import Options, read_completion_options
 from router.proto import inference_pb2 as pb
 from router.text_output import Piece
@@ -65,11 +67,11 @@ def open_grpc(address: str, service: TextService, max_message_bytes: int) -> Grp
         _Generate(service).serve, response_serializer=pb.GenerateResponse.SerializeToString
     )
     handler = grpc.method_handlers_generic_handler(SERVICE, {"Generate": generate})
-    server.add_generic_rpc_handlers((handler,))
+    server.add_generic_rpc_handlers((handler, kserve_handler(service, tandem_version())))
     servicer = HealthOfFleet(service)
     health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
     reflection.enable_server_reflection(
-        (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), server
+        (SERVICE, KSERVE, health.SERVICE_NAME, reflection.SERVICE_NAME), server
     )
     try:
         port = server.add_insecure_port(address)
@@ -87,7 +89,7 @@ class HealthOfFleet(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
         self._service = service
 
     async def Check(self, request: Any, context: Any) -> Any:
-        if request.service not in ("", SERVICE):
+        if request.service not in ("", SERVICE, KSERVE):
             await context.abort(grpc.StatusCode.NOT_FOUND, "unknown service")
         is_ready = self._service.fleet.is_ready() and not self._service.admission.is_draining
         states = health_pb2.HealthCheckResponse

@@ -17,6 +17,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from common.addresses import join_address, split_address
 from common.errors import ConfigError, InternalError, MethodNotAllowed, NotFound, TandemError
+from router import kserve_http
 from router.fields import Fields
 from router.fleet import Fleet, Worker
 from router.generation import TextService
@@ -42,6 +43,7 @@ def make_app(service: TextService, max_body_bytes: int) -> ASGIApp:
         ("/v1/completions", CompletionEndpoint(service, max_body_bytes)),
         ("/tokenize", Tokenize(service, max_body_bytes)),
         ("/detokenize", Detokenize(service, max_body_bytes)),
+        ("/v2/models/{model:path}/infer", kserve_http.ModelInfer(service, max_body_bytes)),
     ]
     gets: list[tuple[str, Endpoint]] = [
         ("/v1/models", Models(service)),
@@ -50,6 +52,11 @@ def make_app(service: TextService, max_body_bytes: int) -> ASGIApp:
         ("/health", Health(service)),
         ("/ready", Ready(service)),
         ("/version", Version(service)),
+        ("/v2", kserve_http.ServerMetadata(service, tandem_version())),
+        ("/v2/health/live", kserve_http.Live("/v2/health/live", service.new_request_id)),
+        ("/v2/health/ready", kserve_http.ServerReady(service)),
+        ("/v2/models/{model:path}/ready", kserve_http.ServerReady(service)),
+        ("/v2/models/{model:path}", kserve_http.ModelMetadata(service)),
     ]
     app.router.routes += [Route(path, endpoint, methods=["POST"]) for path, endpoint in posts]
     app.router.routes += [Route(path, endpoint, methods=["GET"]) for path, endpoint in gets]

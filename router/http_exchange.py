@@ -58,9 +58,10 @@ class Exchange:
         encoding = self.header("content-encoding")
         if encoding not in (None, "", "identity"):
             raise UnsupportedMediaType(f"content-encoding {encoding} is not supported")
-        return parse_json_object(await self._body(max_bytes))
+        return parse_json_object(await self.body(max_bytes))
 
-    async def _body(self, max_bytes: int) -> bytes:
+    async def body(self, max_bytes: int) -> bytes:
+        """Raises RequestTooLarge or ClientGone."""
         announced = self.header("content-length")
         if announced is not None and announced.isdigit() and int(announced) > max_bytes:
             raise RequestTooLarge(f"the body has {announced} bytes; the limit is {max_bytes}")

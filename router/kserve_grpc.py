@@ -1,0 +1,249 @@
+"""`inference.GRPCInferenceService`: the open inference protocol v2 over gRPC (Triton's clients).
+
+Requests are parsed here and not by gRPC, so that bytes that are no message get INVALID_ARGUMENT. In
+`ModelStreamInfer` every request runs at once and its pieces come as they are made, the last one
+marked by the parameter `triton_final_response`, if its input `stream` is true; an error is a
+message, and the stream goes on.
+"""
+
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Callable
+from typing import Any, TypeVar
+
+import anyio
+import grpc
+import grpc.aio
+from google.protobuf.message import DecodeError, Message
+
+from common.errors import Cancelled, InternalError, InvalidRequest, TandemError
+from router.generation import TextService
+from router.http_generate import count_request
+from router.kserve import (
+    INPUTS,
+    OUTPUTS,
+    Answer,
+    Tensor,
+    packed_texts,
+    read_infer,
+    start_infer,
+    unpacked,
+)
+from router.proto import open_inference_pb2 as pb
+
+log = logging.getLogger(__name__)
+
+SERVICE = "inference.GRPCInferenceService"
+_MAX_RUNNING = 1024
+"""Requests of one stream that run at the same time; further ones are read when one ends."""
+
+M = TypeVar("M", bound=Message)
+
+
+def kserve_handler(service: TextService, version: str) -> Any:
+    calls = _Calls(service, version)
+    unary: dict[str, Callable[..., Any]] = {
+        "ServerLive": calls.server_live,
+        "ServerReady": calls.server_ready,
+        "ModelReady": calls.model_ready,
+        "ServerMetadata": calls.server_metadata,
+        "ModelMetadata": calls.model_metadata,
+        "ModelInfer": calls.model_infer,
+    }
+    handlers = {
+        name: grpc.unary_unary_rpc_method_handler(
+            call, response_serializer=lambda message: message.SerializeToString()
+        )
+        for name, call in unary.items()
+    }
+    handlers["ModelStreamInfer"] = grpc.stream_stream_rpc_method_handler(
+        calls.model_stream_infer,
+        response_serializer=lambda message: message.SerializeToString(),
+    )
+    return grpc.method_handlers_generic_handler(SERVICE, handlers)
+
+
+class _Calls:
+    def __init__(self, service: TextService, version: str) -> None:
+        self._service = service
+        self._version = version
+
+    @property
+    def _is_ready(self) -> bool:
+        return self._service.fleet.is_ready() and not self._service.admission.is_draining
+
+    async def server_live(self, data: bytes, context: Any) -> pb.ServerLiveResponse:
+        return pb.ServerLiveResponse(live=True)
+
+    async def server_ready(self, data: bytes, context: Any) -> pb.ServerReadyResponse:
+        return pb.ServerReadyResponse(ready=self._is_ready)
+
+    async def model_ready(self, data: bytes, context: Any) -> pb.ModelReadyResponse:
+        async with _told(context):
+            name = _parsed(pb.ModelReadyRequest, data).name
+            return pb.ModelReadyResponse(ready=name == self._service.model_name and self._is_ready)
+
+    async def server_metadata(self, data: bytes, context: Any) -> pb.ServerMetadataResponse:
+        return pb.ServerMetadataResponse(name="tandem", version=self._version)
+
+    async def model_metadata(self, data: bytes, context: Any) -> pb.ModelMetadataResponse:
+        async with _told(context):
+            self._service.check_model(_parsed(pb.ModelMetadataRequest, data).name)
+            tensor = pb.ModelMetadataResponse.TensorMetadata
+            return pb.ModelMetadataResponse(
+                name=self._service.model_name,
+                versions=["1"],
+                platform="tandem",
+                inputs=[tensor(name=n, datatype=d, shape=s) for n, d, s in INPUTS],
+                outputs=[tensor(name=n, datatype=d, shape=s) for n, d, s in OUTPUTS],
+            )
+
+    async def model_infer(self, data: bytes, context: Any) -> pb.ModelInferResponse:
+        async with _told(context), self._counted("ModelInfer"):
+            found: list[pb.ModelInferResponse] = []
+            async for response in self._answers(data, context, streams=False):
+                found.append(response)
+            return found[0]
+
+    async def model_stream_infer(self, requests: AsyncIterator[bytes], context: Any) -> None:
+        turn = anyio.Lock()
+        room = anyio.Semaphore(_MAX_RUNNING)
+        async with anyio.create_task_group() as group:
+            async for data in requests:
+                await room.acquire()
+                group.start_soon(self._stream_one, data, context, turn, room)
+
+    async def _stream_one(
+        self, data: bytes, context: Any, turn: anyio.Lock, room: anyio.Semaphore
+    ) -> None:
+        """One request of a stream; responses are written by turns."""
+        try:
+            async with self._counted("ModelStreamInfer"):
+                async for response in self._answers(data, context, streams=True):
+                    async with turn:
+                        await context.write(pb.ModelStreamInferResponse(infer_response=response))
+        except TandemError as error:
+            about = pb.ModelInferResponse(id=_id_of(data))
+            async with turn:
+                await context.write(
+                    pb.ModelStreamInferResponse(
+                        error_message=f"{error.code}: {error.message}", infer_response=about
+                    )
+                )
+        finally:
+            room.release()
+
+    async def _answers(
+        self, data: bytes, context: Any, *, streams: bool
+    ) -> AsyncIterator[pb.ModelInferResponse]:
+        service = self._service
+        arrived_at = service.clock.now()
+        request = _parsed(pb.ModelInferRequest, data)
+        service.check_model(request.model_name)
+        call = await read_infer(service, _tensors(request), _parameters(request))
+        generation = start_infer(
+            service, call, arrived_at=arrived_at, timeout_s=context.time_remaining()
+        )
+        with contextlib.closing(generation):
+            if not (streams and call.options.stream):
+                response = self._response(request, Answer.of(await generation.whole()))
+                response.parameters["triton_final_response"].bool_param = True
+                yield response
+                return
+            while not generation.is_done:
+                pieces = await generation.pieces()
+                for piece in pieces:
+                    response = self._response(request, Answer.of([piece]))
+                    is_last = generation.is_done and piece is pieces[-1]
+                    response.parameters["triton_final_response"].bool_param = is_last
+                    response.parameters["index"].int64_param = piece.choice
+                    yield response
+
+    def _response(self, request: pb.ModelInferRequest, answer: Answer) -> pb.ModelInferResponse:
+        count = len(answer.texts)
+        response = pb.ModelInferResponse(
+            model_name=self._service.model_name, model_version="1", id=request.id
+        )
+        for name, datatype, _ in OUTPUTS:
+            response.outputs.add(name=name, datatype=datatype, shape=[count])
+        response.raw_output_contents.extend(
+            [
+                packed_texts(answer.texts),
+                packed_texts(answer.finish_reasons),
+                b"".join(number.to_bytes(4, "little") for number in answer.num_tokens),
+            ]
+        )
+        return response
+
+    @contextlib.asynccontextmanager
+    async def _counted(self, method: str) -> AsyncIterator[None]:
+        error: TandemError | None = Cancelled("the client went away")
+        try:
+            yield
+            error = None
+        except TandemError as found:
+            error = found
+            raise
+        except Exception:
+            log.exception("%s failed", method)
+            error = InternalError("internal error; see the router's log")
+            raise error from None
+        finally:
+            count_request(self._service, f"{SERVICE}/{method}", error)
+
+
+@contextlib.asynccontextmanager
+async def _told(context: Any) -> AsyncIterator[None]:
+    """Errors become the call's status."""
+    try:
+        yield
+    except TandemError as error:
+        await context.abort(
+            getattr(grpc.StatusCode, error.grpc_status),
+            error.message,
+            trailing_metadata=(("tandem-code", error.code),),
+        )
+
+
+def _parsed(kind: type[M], data: bytes) -> M:
+    try:
+        return kind.FromString(data)
+    except DecodeError as error:
+        raise InvalidRequest(f"not a {kind.__name__}: {error}") from None
+
+
+def _id_of(data: bytes) -> str:
+    try:
+        return pb.ModelInferRequest.FromString(data).id
+    except DecodeError:
+        return ""
+
+
+def _tensors(request: pb.ModelInferRequest) -> list[Tensor]:
+    raw = request.raw_input_contents
+    if raw and len(raw) != len(request.inputs):
+        raise InvalidRequest(f"{len(raw)} raw contents for {len(request.inputs)} inputs")
+    found = []
+    for index, tensor in enumerate(request.inputs):
+        if raw:
+            values = unpacked(tensor.name, tensor.datatype, raw[index])
+        else:
+            values = [v for _, column in tensor.contents.ListFields() for v in column]
+        found.append(
+            Tensor(
+                name=tensor.name,
+                datatype=tensor.datatype,
+                shape=list(tensor.shape),
+                values=values,
+            )
+        )
+    return found
+
+
+def _parameters(request: pb.ModelInferRequest) -> dict[str, Any]:
+    found = {}
+    for name, parameter in request.parameters.items():
+        which = parameter.WhichOneof("parameter_choice")
+        if which is not None:
+            found[name] = getattr(parameter, which)
+    return found

@@ -1,0 +1,181 @@
+"""The open inference protocol v2, over gRPC and HTTP."""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from router.kserve import packed_texts, unpacked
+from router.proto import open_inference_pb2 as pb
+from tests.router.fake_worker import FakeWorker
+from tests.router.stack import DEADLINE_S, Stack
+
+SERVICE = "/inference.GRPCInferenceService/"
+INPUT = pb.ModelInferRequest.InferInputTensor
+
+
+@pytest.fixture(scope="module")
+def stack(model_dir: Path) -> Iterator[Stack]:
+    with Stack(model_dir, FakeWorker(), grpc="127.0.0.1:0") as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def channel(stack: Stack) -> Iterator[grpc.Channel]:
+    front = stack.router.grpc_front
+    assert front is not None
+    with grpc.insecure_channel(f"127.0.0.1:{front.port}") as found:
+        yield found
+
+
+def call(channel: grpc.Channel, name: str, request: Any) -> Any:
+    kind = getattr(pb, f"{name}Response")
+    method: Callable[..., Any] = channel.unary_unary(
+        SERVICE + name,
+        request_serializer=lambda m: m if isinstance(m, bytes) else m.SerializeToString(),
+        response_deserializer=kind.FromString,
+    )
+    return method(request, timeout=DEADLINE_S)
+
+
+def request_for(stack: Stack, *texts: str, stream: bool = False, **parameters: Any) -> Any:
+    request = pb.ModelInferRequest(model_name=stack.router.service.model_name, id="mine")
+    request.inputs.append(INPUT(name="text_input", datatype="BYTES", shape=[len(texts)]))
+    request.inputs.append(INPUT(name="stream", datatype="BOOL", shape=[1]))
+    sampling = json.dumps(parameters)
+    request.inputs.append(INPUT(name="sampling_parameters", datatype="BYTES", shape=[1]))
+    raw = [packed_texts(texts), b"\1" if stream else b"\0", packed_texts([sampling])]
+    request.raw_input_contents.extend(raw)
+    return request
+
+
+def texts_of(response: Any) -> list[str]:
+    index = [output.name for output in response.outputs].index("text_output")
+    return [t.decode() for t in unpacked("", "BYTES", response.raw_output_contents[index])]
+
+
+def status_of(found: Any) -> str:
+    return str(found.value.code().name)
+
+
+def test_health_and_metadata(stack: Stack, channel: grpc.Channel) -> None:
+    name = stack.router.service.model_name
+    assert call(channel, "ServerLive", pb.ServerLiveRequest()).live
+    assert call(channel, "ServerReady", pb.ServerReadyRequest()).ready
+    assert call(channel, "ModelReady", pb.ModelReadyRequest(name=name)).ready
+    assert not call(channel, "ModelReady", pb.ModelReadyRequest(name="other")).ready
+    assert call(channel, "ServerMetadata", pb.ServerMetadataRequest()).name == "tandem"
+    about = call(channel, "ModelMetadata", pb.ModelMetadataRequest(name=name))
+    assert [tensor.name for tensor in about.inputs] == [
+        "text_input",
+        "stream",
+        "sampling_parameters",
+    ]
+    with pytest.raises(grpc.RpcError) as found:
+        call(channel, "ModelMetadata", pb.ModelMetadataRequest(name="other"))
+    assert status_of(found) == "NOT_FOUND"
+
+
+def test_texts_in_and_out(stack: Stack, channel: grpc.Channel) -> None:
+    response = call(channel, "ModelInfer", request_for(stack, "a b c", "d e f", max_tokens=3))
+    assert texts_of(response) == ["a b c", "d e f"]
+    assert response.id == "mine"
+    reasons = unpacked("", "BYTES", response.raw_output_contents[1])
+    assert reasons == [b"length", b"length"]
+    assert unpacked("", "INT32", response.raw_output_contents[2]) == [3, 3]
+
+
+def test_numbers_as_texts_and_parameters_of_the_request(
+    stack: Stack, channel: grpc.Channel
+) -> None:
+    response = call(channel, "ModelInfer", request_for(stack, "a b c", max_tokens="2", n="2"))
+    assert texts_of(response) == ["a b", "a b"]
+    request = request_for(stack, "a b c")
+    request.parameters["max_tokens"].int64_param = 1
+    assert texts_of(call(channel, "ModelInfer", request)) == ["a"]
+    request = pb.ModelInferRequest(model_name=stack.router.service.model_name)
+    tensor = request.inputs.add(name="text_input", datatype="BYTES", shape=[1])
+    tensor.contents.bytes_contents.append(b"a b c")
+    tensor = request.inputs.add(name="max_tokens", datatype="INT32", shape=[1])
+    tensor.contents.int_contents.append(2)
+    assert texts_of(call(channel, "ModelInfer", request)) == ["a b"]
+
+
+def test_a_stream_carries_several_requests(stack: Stack, channel: grpc.Channel) -> None:
+    method: Callable[..., Any] = channel.stream_stream(
+        f"{SERVICE}ModelStreamInfer",
+        request_serializer=lambda m: m if isinstance(m, bytes) else m.SerializeToString(),
+        response_deserializer=pb.ModelStreamInferResponse.FromString,
+    )
+    wrong = request_for(stack, "x", max_tokens=0)
+    wrong.id = "wrong"
+    other = request_for(stack, "d e f", max_tokens=3)
+    other.id = "whole"
+    requests = [request_for(stack, "a b c", stream=True, max_tokens=3), wrong, other, b"\xff"]
+    texts: dict[str, list[str]] = {}
+    errors = []
+    final = []
+    for message in method(iter(requests), timeout=DEADLINE_S):
+        response = message.infer_response
+        if message.error_message:
+            errors.append((response.id, message.error_message.partition(":")[0]))
+            continue
+        texts.setdefault(response.id, []).extend(texts_of(response))
+        if response.parameters["triton_final_response"].bool_param:
+            final.append(response.id)
+    assert texts == {"mine": ["a", " b", " c"], "whole": ["d e f"]}
+    assert sorted(final) == ["mine", "whole"]
+    assert sorted(errors) == [("", "invalid_request"), ("wrong", "invalid_request")]
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda request: request.inputs.pop(0),
+        lambda request: request.raw_input_contents.__setitem__(0, b"\xff\xff\xff\xff"),
+        lambda request: request.raw_input_contents.__setitem__(2, packed_texts(["{"])),
+        lambda request: request.raw_input_contents.__setitem__(2, packed_texts(['{"tempo": 1}'])),
+        lambda request: setattr(request.inputs[0], "datatype", "FP16"),
+        lambda request: request.parameters["nonsense"].__setattr__("bool_param", True),
+    ],
+)
+def test_wrong_requests_are_refused(
+    stack: Stack, channel: grpc.Channel, spoil: Callable[[Any], Any]
+) -> None:
+    request = request_for(stack, "a")
+    spoil(request)
+    with pytest.raises(grpc.RpcError) as found:
+        call(channel, "ModelInfer", request)
+    assert status_of(found) == "INVALID_ARGUMENT"
+    assert stack.canary()
+
+
+def test_over_http(stack: Stack) -> None:
+    name = stack.router.service.model_name
+    assert stack.http.get("/v2").json()["name"] == "tandem"
+    assert stack.http.get("/v2/health/live").json() == {"live": True}
+    assert stack.http.get("/v2/health/ready").status_code == 200
+    assert stack.http.get(f"/v2/models/{name}/ready").status_code == 200
+    assert stack.http.get("/v2/models/other/ready").status_code == 404
+    assert stack.http.get(f"/v2/models/{name}").json()["outputs"][0]["name"] == "text_output"
+    path = f"/v2/models/{name}/infer"
+    text = {"name": "text_input", "datatype": "BYTES", "shape": [1, 2], "data": [["a b", "c d"]]}
+    body = {"id": "7", "inputs": [text], "parameters": {"max_tokens": 2}}
+    answer = stack.http.post(path, json=body).json()
+    assert (answer["id"], answer["outputs"][0]["data"]) == ("7", ["a b", "c d"])
+    raw = packed_texts(["a b"])
+    text = {
+        "name": "text_input",
+        "datatype": "BYTES",
+        "shape": [1],
+        "parameters": {"binary_data_size": len(raw)},
+    }
+    head = json.dumps({"inputs": [text], "parameters": {"max_tokens": 2}}).encode()
+    headers = {"inference-header-content-length": str(len(head))}
+    answer = stack.http.post(path, content=head + raw, headers=headers).json()
+    assert answer["outputs"][0]["data"] == ["a b"]
+    for wrong in ({}, {"inputs": 5}, {"inputs": [{}]}, {"inputs": [text]}):
+        assert stack.http.post(path, json=wrong).status_code == 400
