@@ -96,6 +96,12 @@ class Fields:
             f"{self._within}{name} is not supported by this server", param=self._within + name
         )
 
+    def rest(self) -> dict[str, Any]:
+        """What nobody has read yet; somebody else will."""
+        found = {name: self._values[name] for name in self._unread}
+        self._unread.clear()
+        return found
+
     def finish(self) -> None:
         for name in self._unread:
             raise InvalidRequest(

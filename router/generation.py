@@ -398,16 +398,22 @@ class Generation:
         texts: list[list[str]] = [[] for _ in self._outputs]
         entries: list[list[Any]] = [[] for _ in self._outputs]
         ids: list[list[int]] = [[] for _ in self._outputs]
-        reasons: list[FinishReason | None] = [None] * len(self._outputs)
+        ends: list[Piece | None] = [None] * len(self._outputs)
         while not self.is_done:
             for piece in await self.pieces():
                 texts[piece.choice].append(piece.text)
                 entries[piece.choice].extend(piece.entries)
                 ids[piece.choice].extend(piece.token_ids)
-                reasons[piece.choice] = piece.finish_reason
+                ends[piece.choice] = piece
         return [
-            Piece(choice, "".join(text), reason, tuple(entries[choice]), tuple(ids[choice]))
-            for choice, (text, reason) in enumerate(zip(texts, reasons, strict=True))
+            dataclasses.replace(
+                end,
+                text="".join(texts[end.choice]),
+                entries=tuple(entries[end.choice]),
+                token_ids=tuple(ids[end.choice]),
+            )
+            for end in ends
+            if end is not None
         ]
 
     def prompt_ids(self, choice: int) -> list[int]:

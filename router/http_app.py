@@ -21,9 +21,11 @@ from router import kserve_http
 from router.fields import Fields
 from router.fleet import Fleet, Worker
 from router.generation import TextService
+from router.http_anthropic import CountTokens, MessagesEndpoint
 from router.http_exchange import Endpoint, Exchange, error_body
 from router.http_generate import ChatEndpoint, CompletionEndpoint, chat_prompt
 from router.http_protocol import HalfCloseProtocol
+from router.http_responses import ResponsesEndpoint
 from router.json_body import shortened
 
 _KEEP_ALIVE_S = 75
@@ -41,6 +43,9 @@ def make_app(service: TextService, max_body_bytes: int) -> ASGIApp:
     posts: list[tuple[str, Endpoint]] = [
         ("/v1/chat/completions", ChatEndpoint(service, max_body_bytes)),
         ("/v1/completions", CompletionEndpoint(service, max_body_bytes)),
+        ("/v1/responses", ResponsesEndpoint(service, max_body_bytes)),
+        ("/v1/messages", MessagesEndpoint(service, max_body_bytes)),
+        ("/v1/messages/count_tokens", CountTokens(service, max_body_bytes)),
         ("/tokenize", Tokenize(service, max_body_bytes)),
         ("/detokenize", Detokenize(service, max_body_bytes)),
         ("/v2/models/{model:path}/infer", kserve_http.ModelInfer(service, max_body_bytes)),

@@ -117,14 +117,14 @@ class Exchange:
     async def reply_json(self, status: int, value: Any) -> None:
         await self.reply(status, to_json(value))
 
-    async def reply_error(self, error: TandemError) -> None:
+    async def reply_error(self, error: TandemError, body: bytes) -> None:
         headers = []
         if error.http_status in (429, 503):
             seconds = max(1, math.ceil(error.retry_after_s or 1.0))
             headers.append((b"retry-after", str(seconds).encode()))
         if isinstance(error, RequestTooLarge):
             headers.append((b"connection", b"close"))
-        await self.reply(error.http_status, error_body(error), headers)
+        await self.reply(error.http_status, body, headers)
 
     async def start_events(self) -> None:
         await self._start(200, b"text/event-stream", [(b"cache-control", b"no-cache")])
@@ -177,11 +177,17 @@ class Endpoint:
     def ended(self, error: TandemError | None) -> None:
         """Called once per request, when all is said."""
 
+    def error_body(self, error: TandemError) -> bytes:
+        return error_body(error)
+
+    def error_event(self, error: TandemError) -> bytes:
+        return error_event(error)
+
     async def _explain(self, exchange: Exchange, error: TandemError) -> None:
         if exchange.has_started:
-            await exchange.end_events(error_event(error))
+            await exchange.end_events(self.error_event(error))
         else:
-            await exchange.reply_error(error)
+            await exchange.reply_error(error, self.error_body(error))
 
 
 def error_object(error: TandemError) -> dict[str, Any]:

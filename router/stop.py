@@ -62,6 +62,8 @@ class StopMatcher:
         self._include_stop = include_stop
         self._state = 0
         self._held = ""
+        self.matched: str | None = None
+        """The stop string that was found."""
 
     def push(self, text: str, *, may_stop: bool = True) -> tuple[str, bool]:
         """The text that may leave now, and whether a stop string was found (then that is all).
@@ -76,6 +78,7 @@ class StopMatcher:
             if length and may_stop:
                 seen = self._held + text[: position + 1]
                 self._held = ""
+                self.matched = seen[len(seen) - length :]
                 return (seen if self._include_stop else seen[: len(seen) - length]), True
         while state and not stops.children[state]:
             # a match that did not count: only a shorter prefix can still grow into one

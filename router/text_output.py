@@ -25,6 +25,8 @@ class Piece:
     entries: tuple[TokenEntry, ...] = ()
     token_ids: tuple[int, ...] = ()
     """The tokens behind the text, if they are wanted."""
+    stop: str | None = None
+    """The stop string that ended the output."""
 
 
 class TextOutput:
@@ -87,4 +89,5 @@ class TextOutput:
             entries = tuple(self._entries)
             self._entries.clear()
         token_ids, self._token_ids = tuple(self._token_ids), []
-        return Piece(self._choice, text, finish_reason, entries, token_ids)
+        stop = None if self._matcher is None else self._matcher.matched
+        return Piece(self._choice, text, finish_reason, entries, token_ids, stop)

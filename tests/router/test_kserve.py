@@ -162,7 +162,8 @@ def test_over_http(stack: Stack) -> None:
     assert stack.http.get("/v2/models/other/ready").status_code == 404
     assert stack.http.get(f"/v2/models/{name}").json()["outputs"][0]["name"] == "text_output"
     path = f"/v2/models/{name}/infer"
-    text = {"name": "text_input", "datatype": "BYTES", "shape": [1, 2], "data": [["a b", "c d"]]}
+    text: dict[str, Any] = {"name": "text_input", "datatype": "BYTES", "shape": [1, 2]}
+    text["data"] = [["a b", "c d"]]
     body = {"id": "7", "inputs": [text], "parameters": {"max_tokens": 2}}
     answer = stack.http.post(path, json=body).json()
     assert (answer["id"], answer["outputs"][0]["data"]) == ("7", ["a b", "c d"])
@@ -177,5 +178,6 @@ def test_over_http(stack: Stack) -> None:
     headers = {"inference-header-content-length": str(len(head))}
     answer = stack.http.post(path, content=head + raw, headers=headers).json()
     assert answer["outputs"][0]["data"] == ["a b"]
-    for wrong in ({}, {"inputs": 5}, {"inputs": [{}]}, {"inputs": [text]}):
+    wrongs: list[Any] = [{}, {"inputs": 5}, {"inputs": [{}]}, {"inputs": [text]}]
+    for wrong in wrongs:
         assert stack.http.post(path, json=wrong).status_code == 400
