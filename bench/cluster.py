@@ -1,4 +1,6 @@
-"""Router and workers as processes started one by one, so that each can be killed, frozen and replaced."""
+"""Router and workers as processes started one by one, so that each can be killed, frozen and
+replaced.
+"""
 
 import contextlib
 import os
@@ -13,12 +15,14 @@ import httpx
 
 from bench.serving import Serving, free_port, wait_for
 
-START_TIMEOUT_S = 90.0
+START_TIMEOUT_S = 180.0
 
 
 @dataclass(slots=True, eq=False)
 class Cluster:
-    """Workers have names (`p0`, `d0`, ...) with a fixed address each; `served` asks through the router."""
+    """Workers have names (`p0`, `d0`, ...) with a fixed address each; `served` asks through the
+    router.
+    """
 
     directory: Path
     model: Path

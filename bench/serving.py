@@ -18,7 +18,7 @@ from typing import Any
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-START_TIMEOUT_S = 120.0
+START_TIMEOUT_S = 180.0
 
 
 @dataclass(slots=True, eq=False)
@@ -69,7 +69,6 @@ class Serving:
             assert self.metric(role, "tandem_handoffs_active") == 0
             assert self.metric(role, "tandem_landing_slots", state="in_use") == 0
             assert self.metric(role, "tandem_landing_slots", state="quarantined") == 0
-
 
 
 @dataclass(slots=True, eq=False)

@@ -1,4 +1,4 @@
-"""The demo model cut down to its first layers: real tokenizer, real code path, a fraction of the work."""
+"""The demo model cut down to its first layers: real tokenizer, real code path, little work."""
 
 import json
 import shutil
@@ -9,7 +9,12 @@ from safetensors.torch import load_file, save_file
 from common.config import home
 from common.demo_model import prepare
 
-COPIED = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja")
+COPIED = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "generation_config.json",
+    "chat_template.jinja",
+)
 
 
 def shrunk_model(target: Path, num_layers: int = 2) -> Path:

@@ -37,6 +37,7 @@ class Identity:
     layout_fingerprint: bytes
     block_size: int
     max_model_len: int
+    vocab_size: int
 
     @property
     def numeric_incarnation(self) -> int:

@@ -131,6 +131,7 @@ async def _open(
         layout_fingerprint=runner.layout_fingerprint,
         block_size=config.block_size,
         max_model_len=sizes.max_model_len,
+        vocab_size=model.vocab_size,
     )
     return Parts(
         config=config,

@@ -32,8 +32,8 @@ from common.messages import (
     Route,
     Submit,
     TokenBatch,
-    unpack_tokens,
 )
+from common.request_checks import checked_tokens
 from common.rpc import Handler, Stream
 from common.scheduling.block_hash import HashChain
 from common.scheduling.kv_cache import KvCache
@@ -327,11 +327,7 @@ class DecodeService:
             raise Draining("this decode worker is draining")
         if request.request_id in self._requests:
             raise MalformedMessage(f"request {request.request_id} is here already")
-        token_ids = unpack_tokens(request.token_ids)
-        if not len(token_ids) or not 0 < request.num_prompt_tokens <= len(token_ids):
-            raise MalformedMessage("a prompt has at least one token")
-        if request.sampling.n < 1 or request.sampling.max_tokens < 1:
-            raise MalformedMessage("n and max_tokens are at least 1")
+        token_ids = checked_tokens(request, self._identity.vocab_size)
         chain = HashChain(self._roots.root(request.cache_salt), self._identity.block_size)
         chain.extend(token_ids)
         now = self._clock.now()

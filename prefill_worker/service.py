@@ -33,8 +33,8 @@ from common.messages import (
     LinkReply,
     LinkRequest,
     PagesTaken,
-    unpack_tokens,
 )
+from common.request_checks import checked_tokens
 from common.rpc import Handler, Stream
 from common.scheduling.block_hash import HashChain
 from common.scheduling.kv_cache import KvCache
@@ -218,9 +218,9 @@ class PrefillService:
         self._num_handoffs += 1
         # numbered, since a retry may come before its first try is forgotten
         key = f"{request.request_id}#{self._num_handoffs}"
-        token_ids = unpack_tokens(request.token_ids)
-        if not len(token_ids):
-            raise MalformedMessage("a prompt has at least one token")
+        token_ids = checked_tokens(request, self._identity.vocab_size)
+        if not 0 <= message.num_held_blocks <= (len(token_ids) - 1) // self._identity.block_size:
+            raise MalformedMessage("num_held_blocks is out of range")
         chain = HashChain(self._roots.root(request.cache_salt), self._identity.block_size)
         chain.extend(token_ids)
         prompt = Prompt(

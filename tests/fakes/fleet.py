@@ -47,7 +47,7 @@ from prefill_worker.scheduler import PrefillScheduler
 from prefill_worker.service import PrefillService
 from simulator.memory_network import MemoryNetwork
 from simulator.virtual_time import LoopClock
-from tests.fakes.hash_model import LAYOUT_FINGERPRINT, HashRunner
+from tests.fakes.hash_model import LAYOUT_FINGERPRINT, VOCAB_SIZE, HashRunner
 
 STEP_S = 0.02
 MODEL_FINGERPRINT = b"hash-model"
@@ -162,6 +162,7 @@ class Fleet:
             ),
             block_size=block_size,
             max_model_len=MAX_MODEL_LEN,
+            vocab_size=getattr(getattr(runner, "config", None), "vocab_size", VOCAB_SIZE),
         )
         cache = KvCache(num_packed=num_packed, num_exact=num_exact, block_size=block_size)
         device = SteppedDevice(runner, s.get("step_s", STEP_S))

@@ -2,10 +2,10 @@
 
     python -m tests.faults.cells          prints the table of docs/reliability.md
 
-A cell is one request through a real router core (discovery, fleet, dispatch, journey), two prefill
-and two decode workers with real services, and a model whose tokens depend on every byte of KV. When
-the request reaches the phase, the fault strikes. Then: the right tokens or a typed error, within the
-bound; pools at rest; a canary answered as before; nothing left running.
+A cell is one request through a real router core (discovery, fleet, dispatch, journey), two
+prefill and two decode workers with real services, and a model whose tokens depend on every byte
+of KV. When the request reaches the phase, the fault strikes. Then: the right tokens or a typed
+error, within the bound; pools at rest; a canary answered as before; nothing left running.
 """
 
 import asyncio

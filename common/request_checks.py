@@ -1,0 +1,61 @@
+"""What a worker checks of a request before it lets it near the engine.
+
+The router has checked all of this and says it better; a worker checks again what could hurt it,
+since whoever reaches its port can send anything.
+"""
+
+import math
+
+import numpy as np
+from numpy.typing import NDArray
+
+from common.errors import MalformedMessage
+from common.messages import GenerateRequest, unpack_tokens
+from common.types import SamplingParams
+
+MAX_N = 1024
+MAX_LOGPROBS = 100
+MAX_LIST = 65_536
+
+
+def checked_tokens(request: GenerateRequest, vocab_size: int) -> NDArray[np.int32]:
+    """The request's token ids [num_tokens] int32. Raises MalformedMessage for what cannot be
+    meant.
+    """
+    token_ids = unpack_tokens(request.token_ids)
+    num_tokens = len(token_ids)
+    expect(num_tokens > 0, "a prompt has at least one token")
+    expect(0 < request.num_prompt_tokens <= num_tokens, "num_prompt_tokens is out of range")
+    expect(int(token_ids.min()) >= 0, "a token id is negative")
+    expect(int(token_ids.max()) < vocab_size, f"a token id is not below {vocab_size}")
+    expect(0 <= request.output_index < MAX_N, "output_index is out of range")
+    expect(request.age_s >= 0 and math.isfinite(request.age_s), "age_s is out of range")
+    expect(abs(request.priority) < 2**31, "priority is out of range")
+    check_sampling(request.sampling, vocab_size)
+    return token_ids
+
+
+def check_sampling(sampling: SamplingParams, vocab_size: int) -> None:
+    expect(1 <= sampling.n <= MAX_N, "n is out of range")
+    expect(1 <= sampling.max_tokens < 2**31, "max_tokens is out of range")
+    expect(0 <= sampling.min_tokens < 2**31, "min_tokens is out of range")
+    expect(-(2**63) <= sampling.seed < 2**64, "seed is not a 64-bit number")
+    expect(0 <= sampling.top_k < 2**31, "top_k is out of range")
+    expect(0 <= sampling.temperature <= 1e6, "temperature is out of range")
+    expect(0 < sampling.top_p <= 1, "top_p is out of range")
+    expect(0 <= sampling.min_p <= 1, "min_p is out of range")
+    expect(0 < sampling.repetition_penalty <= 1e6, "repetition_penalty is out of range")
+    for name in ("presence_penalty", "frequency_penalty"):
+        expect(abs(getattr(sampling, name)) <= 1e6, f"{name} is out of range")
+    for wanted in (sampling.logprobs, sampling.prompt_logprobs):
+        expect(wanted is None or 0 <= wanted <= MAX_LOGPROBS, "logprobs is out of range")
+    ids = [token_id for token_id, _ in sampling.logit_bias]
+    ids += [*sampling.stop_token_ids, *(i for word in sampling.bad_words for i in word)]
+    expect(len(ids) <= MAX_LIST, "too many token ids in the sampling parameters")
+    expect(all(0 <= i < vocab_size for i in ids), f"a token id is not below {vocab_size}")
+    expect(all(abs(bias) <= 1e6 for _, bias in sampling.logit_bias), "a bias is out of range")
+
+
+def expect(is_so: bool, otherwise: str) -> None:
+    if not is_so:
+        raise MalformedMessage(otherwise)
