@@ -60,6 +60,16 @@ class RouterConfig:
         "where the gRPC API listens", default=None, metavar="HOST:PORT", shown="no gRPC API"
     )
     metrics: str = option("where /metrics listens", default="127.0.0.1:8001", metavar="HOST:PORT")
+    api_keys: str | None = option(
+        "file of API keys, one per line; $TANDEM_API_KEYS may hold more, separated by commas",
+        default=None,
+        metavar="FILE",
+        shown="no key is needed",
+    )
+    tls_cert: str | None = option(
+        "certificate chain (PEM) for HTTP and gRPC", default=None, metavar="FILE", shown="no TLS"
+    )
+    tls_key: str | None = option("its private key (PEM)", default=None, metavar="FILE")
     prefill: tuple[str, ...] = option(
         "prefill workers, separated by commas; a name with many addresses stands for all of them",
         default=(),
@@ -99,6 +109,8 @@ class RouterConfig:
             for address in addresses:
                 check_address(name, address)
                 check_plaintext(name, address, self.insecure_internal)
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ConfigError("--tls-cert and --tls-key go together")
         check_at_least("max_waiting", self.max_waiting, 1)
         check_positive("request_timeout_s", self.request_timeout_s)
         check_positive("drain_s", self.drain_s)
@@ -596,6 +608,10 @@ def home() -> Path:
     """Where Tandem keeps what it prepares: $TANDEM_HOME, or ~/.cache/tandem."""
     named = os.environ.get("TANDEM_HOME")
     return Path(named).expanduser() if named else Path.home() / ".cache" / "tandem"
+
+
+def keys_of_environment() -> str:
+    return os.environ.get("TANDEM_API_KEYS", "")
 
 
 def available_cores() -> int:

@@ -50,6 +50,14 @@ class PromptTooLargeForPool(InvalidRequest):
     code = "prompt_too_large_for_pool"
 
 
+class Unauthorized(TandemError):
+    """No API key, or one that is not known."""
+
+    code = "invalid_api_key"
+    http_status = 401
+    grpc_status = "UNAUTHENTICATED"
+
+
 class ModelNotFound(TandemError):
     code = "model_not_found"
     http_status = 404

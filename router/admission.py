@@ -7,6 +7,7 @@ output. Pure counting; `generation` calls it.
 import asyncio
 
 from common.errors import Draining, Overloaded
+from router.keys import Key
 
 _RETRY_AFTER_S = 1.0
 
@@ -20,7 +21,7 @@ class Admission:
         self.drained = asyncio.Event()
         """Set once the router drains and has nothing left."""
 
-    def enter(self, num_outputs: int) -> "Ticket":
+    def enter(self, num_outputs: int, key: Key | None = None) -> "Ticket":
         """Raises Overloaded or Draining. An idle router takes a request of any size."""
         if self.is_draining:
             raise Draining("the router is shutting down", retry_after_s=_RETRY_AFTER_S)
@@ -29,8 +30,10 @@ class Admission:
                 f"{self.num_waiting} outputs are waiting already; the limit is {self._max_queued}",
                 retry_after_s=_RETRY_AFTER_S,
             )
+        if key is not None:
+            key.take(num_outputs)
         self.num_waiting += num_outputs
-        return Ticket(self, num_outputs)
+        return Ticket(self, num_outputs, key)
 
     @property
     def is_idle(self) -> bool:
@@ -52,7 +55,8 @@ class Admission:
 class Ticket:
     """One request's place. `start` and `leave` may be called any number of times, in any order."""
 
-    def __init__(self, admission: Admission, num_outputs: int) -> None:
+    def __init__(self, admission: Admission, num_outputs: int, key: Key | None) -> None:
+        self._key = key
         self._admission = admission
         self._num_outputs = num_outputs
         self._is_waiting = True
@@ -68,6 +72,8 @@ class Ticket:
         if self._has_left:
             return
         self._has_left = True
+        if self._key is not None:
+            self._key.give_back(self._num_outputs)
         if self._is_waiting:
             self._admission.num_waiting -= self._num_outputs
         else:

@@ -33,6 +33,7 @@ from router.dispatch import Placing
 from router.fleet import Fleet
 from router.journey import Inbox, Journey
 from router.json_body import shortened
+from router.keys import Key, KeyRing
 from router.metrics import RouterMetrics
 from router.options import MAX_OUTPUTS, Options, Vocabulary
 from router.parts import (
@@ -77,6 +78,7 @@ class TextService:
         request_timeout_s: float,
         wall_time: Callable[[], float],
         draw_bits: Callable[[int], int],
+        keys: KeyRing,
         tool_parser: str = "hermes",
         reasoning_parser: str | None = None,
     ) -> None:
@@ -92,6 +94,7 @@ class TextService:
         self.metrics = metrics
         self.clock = clock
         self.admission = admission
+        self.keys = keys
         self._active: dict[Generation, None] = {}
         self._model_limit = model.max_position_embeddings
         self._dispatcher = dispatcher
@@ -184,6 +187,7 @@ class TextService:
         arrived_at: float,
         default_max_tokens: int | None,
         timeout_s: float | None = None,
+        key: Key | None = None,
     ) -> "Generation":
         """Checks the prompts and sends them off. Raises whatever keeps one of them from being
         served.
@@ -194,7 +198,7 @@ class TextService:
         limits = [self._max_tokens(len(p), options, default_max_tokens) for p in prompts]
         if not self.fleet.is_ready() and not self.admission.is_draining:
             raise NotReady("; ".join(self.fleet.reasons()), retry_after_s=1.0)
-        ticket = self.admission.enter(len(prompts) * n)
+        ticket = self.admission.enter(len(prompts) * n, key)
         generation = Generation(self, options, prompts, ticket, arrived_at)
         self._active[generation] = None
         elapsed_s = self.clock.now() - arrived_at

@@ -38,6 +38,11 @@ SERVICE = "tandem.v1.Inference"
 ENDPOINT = f"{SERVICE}/Generate"
 _CODE = "tandem-code"
 _STOP_GRACE_S = 1.0
+_WITHOUT_KEY = (
+    "/grpc.health.v1.Health/",
+    f"/{KSERVE}/ServerLive",
+    f"/{KSERVE}/ServerReady",
+)
 
 
 class GrpcFront:
@@ -53,15 +58,21 @@ class GrpcFront:
         await self._server.stop(_STOP_GRACE_S)
 
 
-def open_grpc(address: str, service: TextService, max_message_bytes: int) -> GrpcFront:
-    """Raises ConfigError when the address cannot be had."""
+def open_grpc(
+    address: str,
+    service: TextService,
+    max_message_bytes: int,
+    tls: tuple[bytes, bytes] | None = None,
+) -> GrpcFront:
+    """Raises ConfigError when the address cannot be had. `tls` is a private key and its chain."""
     listen(address, "--grpc").close()  # gRPC would tell standard error why, but not us
     server = grpc.aio.server(
+        interceptors=[_KeyCheck(service)],
         options=[
             ("grpc.max_receive_message_length", max_message_bytes),
             ("grpc.max_send_message_length", -1),
             ("grpc.so_reuseport", 0),
-        ]
+        ],
     )
     generate = grpc.unary_stream_rpc_method_handler(
         _Generate(service).serve, response_serializer=pb.GenerateResponse.SerializeToString
@@ -74,12 +85,51 @@ def open_grpc(address: str, service: TextService, max_message_bytes: int) -> Grp
         (SERVICE, KSERVE, health.SERVICE_NAME, reflection.SERVICE_NAME), server
     )
     try:
-        port = server.add_insecure_port(address)
+        if tls is None:
+            port = server.add_insecure_port(address)
+        else:
+            port = server.add_secure_port(address, grpc.ssl_server_credentials([tls]))
     except RuntimeError:
         port = 0
     if port == 0:
         raise ConfigError(f"--grpc {address}: cannot listen: is the port taken?")
     return GrpcFront(server, port, servicer)
+
+
+class _KeyCheck(grpc.aio.ServerInterceptor):  # type: ignore[misc]
+    """No call without a key, but for health."""
+
+    def __init__(self, service: TextService) -> None:
+        self._service = service
+
+    async def intercept_service(self, continuation: Any, details: Any) -> Any:
+        handler = await continuation(details)
+        if handler is None or details.method.startswith(_WITHOUT_KEY):
+            return handler
+        try:
+            self._service.keys.check(dict(details.invocation_metadata))
+        except TandemError as error:
+            return _refusing(handler, error)
+        return handler
+
+
+def _refusing(handler: Any, error: TandemError) -> Any:
+    """A handler of the same kind that only says no."""
+
+    async def refuse(request: Any, context: Any) -> None:
+        await context.abort(
+            getattr(grpc.StatusCode, error.grpc_status),
+            error.message,
+            trailing_metadata=((_CODE, error.code),),
+        )
+
+    kinds = {
+        (False, False): grpc.unary_unary_rpc_method_handler,
+        (False, True): grpc.unary_stream_rpc_method_handler,
+        (True, False): grpc.stream_unary_rpc_method_handler,
+        (True, True): grpc.stream_stream_rpc_method_handler,
+    }
+    return kinds[handler.request_streaming, handler.response_streaming](refuse)
 
 
 class HealthOfFleet(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
@@ -137,6 +187,7 @@ class _Generate:
             arrived_at=arrived_at,
             default_max_tokens=None if request.HasField("chat") else DEFAULT_COMPLETION_TOKENS,
             timeout_s=context.time_remaining(),
+            key=service.keys.check(dict(context.invocation_metadata())),
         )
         with contextlib.closing(generation):
             async for response in _responses(request_id, generation, options):

@@ -22,13 +22,14 @@ from router.fields import Fields
 from router.fleet import Fleet, Worker
 from router.generation import TextService
 from router.http_anthropic import CountTokens, MessagesEndpoint
-from router.http_exchange import Endpoint, Exchange, error_body
+from router.http_exchange import KEY_IN_SCOPE, Endpoint, Exchange, error_body
 from router.http_generate import ChatEndpoint, CompletionEndpoint, chat_prompt
 from router.http_protocol import HalfCloseProtocol
 from router.http_responses import ResponsesEndpoint
 from router.json_body import shortened
 
 _KEEP_ALIVE_S = 75
+_WITHOUT_KEY = ("/health", "/ready", "/v2/health/live", "/v2/health/ready")
 
 
 def make_app(service: TextService, max_body_bytes: int) -> ASGIApp:
@@ -65,21 +66,48 @@ def make_app(service: TextService, max_body_bytes: int) -> ASGIApp:
     ]
     app.router.routes += [Route(path, endpoint, methods=["POST"]) for path, endpoint in posts]
     app.router.routes += [Route(path, endpoint, methods=["GET"]) for path, endpoint in gets]
-    return Direct(app, dict(posts))
+    return Direct(app, dict(posts), service)
 
 
 class Direct:
     """Takes POSTs past the framework's middleware, through which every token would go otherwise."""
 
-    def __init__(self, app: ASGIApp, posts: dict[str, Endpoint]) -> None:
+    def __init__(self, app: ASGIApp, posts: dict[str, Endpoint], service: TextService) -> None:
         self._app = app
         self._posts = posts
+        self._service = service
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         app: ASGIApp = self._app
-        if scope["type"] == "http" and scope["method"] == "POST":
-            app = self._posts.get(scope["path"], app)
+        if scope["type"] == "http":
+            if scope["method"] == "POST":
+                app = self._posts.get(scope["path"], app)
+            if not self._service.keys.is_open and scope["path"] not in _WITHOUT_KEY:
+                headers = {k.decode("latin-1"): v.decode("latin-1") for k, v in scope["headers"]}
+                try:
+                    scope[KEY_IN_SCOPE] = self._service.keys.check(headers)
+                except TandemError as error:
+                    app = Refuse(error, app if isinstance(app, Endpoint) else None, self._service)
         await app(scope, receive, send)
+
+
+class Refuse(Endpoint):
+    """Answers with an error, in the form of the endpoint that was asked."""
+
+    def __init__(self, error: TandemError, asked: Endpoint | None, service: TextService) -> None:
+        super().__init__("Refuse", service.new_request_id)
+        self._error = error
+        self._asked = asked
+
+    async def answer(self, exchange: Exchange, scope: Scope) -> None:
+        raise self._error
+
+    def error_body(self, error: TandemError) -> bytes:
+        return error_body(error) if self._asked is None else self._asked.error_body(error)
+
+    def ended(self, error: TandemError | None) -> None:
+        if self._asked is not None:
+            self._asked.ended(error)
 
 
 def tandem_version() -> str:
@@ -270,7 +298,8 @@ class HttpServer(uvicorn.Server):
         yield
 
 
-def make_server(app: ASGIApp) -> HttpServer:
+def make_server(app: ASGIApp, tls: tuple[str, str] | None = None) -> HttpServer:
+    """`tls` is the files of a certificate chain and its key. Raises ConfigError."""
     config = uvicorn.Config(
         app,
         http=HalfCloseProtocol,
@@ -282,6 +311,8 @@ def make_server(app: ASGIApp) -> HttpServer:
         proxy_headers=False,
         timeout_keep_alive=_KEEP_ALIVE_S,
         timeout_graceful_shutdown=1,
+        ssl_certfile=None if tls is None else tls[0],
+        ssl_keyfile=None if tls is None else tls[1],
     )
     return HttpServer(config)
 

@@ -20,14 +20,17 @@ from common.errors import (
     InternalError,
     RequestTooLarge,
     TandemError,
+    Unauthorized,
     UnsupportedMediaType,
 )
 from router.json_body import parse_json_object
+from router.keys import Key
 
 log = logging.getLogger(__name__)
 
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
-_TYPES = {429: "rate_limit_error", 499: "cancelled"}
+KEY_IN_SCOPE = "tandem.key"
+_TYPES = {401: "authentication_error", 429: "rate_limit_error", 499: "cancelled"}
 
 
 class ClientGone(Exception):
@@ -45,6 +48,7 @@ class Exchange:
         is_usable = given is not None and _REQUEST_ID.fullmatch(given) is not None
         self.request_id = given if given is not None and is_usable else new_request_id()
         self.has_started = False
+        self.key: Key | None = scope.get(KEY_IN_SCOPE)
 
     def header(self, name: str) -> str | None:
         value = self._headers.get(name)
@@ -122,6 +126,8 @@ class Exchange:
         if error.http_status in (429, 503):
             seconds = max(1, math.ceil(error.retry_after_s or 1.0))
             headers.append((b"retry-after", str(seconds).encode()))
+        if isinstance(error, Unauthorized):
+            headers.append((b"www-authenticate", b"Bearer"))
         if isinstance(error, RequestTooLarge):
             headers.append((b"connection", b"close"))
         await self.reply(error.http_status, body, headers)

@@ -68,6 +68,7 @@ class GenerateEndpoint(Endpoint):
             arrived_at=arrived_at,
             default_max_tokens=self.default_max_tokens,
             timeout_s=timeout_of(exchange),
+            key=exchange.key,
         )
         if ask.texts is not None:
             generation.prompt_texts = ask.texts

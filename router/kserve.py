@@ -15,6 +15,7 @@ from common.errors import InvalidRequest
 from router.fields import Fields
 from router.generation import DEFAULT_COMPLETION_TOKENS, Generation, TextService
 from router.json_body import parse_json_object, shortened
+from router.keys import Key
 from router.options import Options, read_completion_options
 from router.text_output import Piece
 
@@ -117,7 +118,12 @@ async def read_infer(
 
 
 def start_infer(
-    service: TextService, call: InferCall, *, arrived_at: float, timeout_s: float | None
+    service: TextService,
+    call: InferCall,
+    *,
+    arrived_at: float,
+    timeout_s: float | None,
+    key: Key | None,
 ) -> Generation:
     return service.start(
         service.new_request_id(),
@@ -126,6 +132,7 @@ def start_infer(
         arrived_at=arrived_at,
         default_max_tokens=DEFAULT_COMPLETION_TOKENS,
         timeout_s=timeout_s,
+        key=key,
     )
 
 

@@ -142,7 +142,11 @@ class _Calls:
         service.check_model(request.model_name)
         call = await read_infer(service, _tensors(request), _parameters(request))
         generation = start_infer(
-            service, call, arrived_at=arrived_at, timeout_s=context.time_remaining()
+            service,
+            call,
+            arrived_at=arrived_at,
+            timeout_s=context.time_remaining(),
+            key=service.keys.check(dict(context.invocation_metadata())),
         )
         with contextlib.closing(generation):
             if not (streams and call.options.stream):

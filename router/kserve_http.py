@@ -106,7 +106,11 @@ class ModelInfer(Endpoint):
         if call.options.stream:
             raise InvalidRequest("ModelInfer over HTTP does not stream", param="stream")
         generation = start_infer(
-            self._service, call, arrived_at=arrived_at, timeout_s=timeout_of(exchange)
+            self._service,
+            call,
+            arrived_at=arrived_at,
+            timeout_s=timeout_of(exchange),
+            key=exchange.key,
         )
         try:
             pieces = await generation.whole()

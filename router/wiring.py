@@ -7,6 +7,7 @@ import contextlib
 import logging
 import random
 import socket
+import ssl
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,8 +16,8 @@ import anyio
 import anyio.to_thread
 
 from common.clock import MonotonicClock
-from common.config import RouterConfig
-from common.errors import Draining
+from common.config import RouterConfig, keys_of_environment
+from common.errors import ConfigError, Draining
 from common.model_config import ModelConfig
 from common.rpc import Connect, connect
 from common.worker_metrics import MetricsServer, serve_metrics
@@ -27,6 +28,7 @@ from router.fleet import Fleet
 from router.generation import TextService
 from router.grpc_front import GrpcFront, open_grpc
 from router.http_app import HttpServer, listen, make_app, make_server
+from router.keys import KeyRing
 from router.metrics import RouterMetrics
 from router.parts import guessed_tool_parser
 from router.routing import LeastLoaded
@@ -87,6 +89,17 @@ class Router:
             ending.start_soon(anyio.to_thread.run_sync, self.metrics_server.close)
 
 
+def tls_pair(config: RouterConfig) -> tuple[bytes, bytes] | None:
+    """Private key and certificate chain. Raises ConfigError when they cannot be used."""
+    if config.tls_cert is None or config.tls_key is None:
+        return None
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(config.tls_cert, config.tls_key)
+        return Path(config.tls_key).read_bytes(), Path(config.tls_cert).read_bytes()
+    except OSError as error:
+        raise ConfigError(f"--tls-cert, --tls-key: {error}") from None
+
+
 def open_router(
     config: RouterConfig, *, connect: Connect = connect, tokenizer: Tokenizer | None = None
 ) -> Router:
@@ -116,6 +129,9 @@ def open_router(
         request_timeout_s=config.request_timeout_s,
         wall_time=time.time,
         draw_bits=draw_bits,
+        keys=KeyRing.open(
+            None if config.api_keys is None else Path(config.api_keys), keys_of_environment()
+        ),
         tool_parser=config.tool_parser or guessed_tool_parser(tokenizer.template.source),
         reasoning_parser=config.reasoning_parser,
     )
@@ -126,20 +142,24 @@ def open_router(
         connect=connect,
         router_id=f"{draw_bits(64):016x}",
     )
+    tls = None
+    if config.tls_cert is not None and config.tls_key is not None:
+        tls_pair(config)
+        tls = (config.tls_cert, config.tls_key)
     with contextlib.ExitStack() as opened:
         http_socket = opened.enter_context(listen(config.http, "--http"))
         metrics_server = serve_metrics(config.metrics, metrics.registry)
         opened.callback(metrics_server.close)
         grpc_front = None
         if config.grpc is not None:
-            grpc_front = open_grpc(config.grpc, service, MAX_BODY_BYTES)
+            grpc_front = open_grpc(config.grpc, service, MAX_BODY_BYTES, tls_pair(config))
         opened.pop_all()
     return Router(
         config=config,
         service=service,
         discovery=discovery,
         http_socket=http_socket,
-        http_server=make_server(make_app(service, MAX_BODY_BYTES)),
+        http_server=make_server(make_app(service, MAX_BODY_BYTES), tls),
         metrics_server=metrics_server,
         grpc_front=grpc_front,
     )
