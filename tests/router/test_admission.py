@@ -79,7 +79,7 @@ def test_the_file_is_read_again_when_it_changes(stack: Stack, key_file: Path) ->
 
 def test_a_key_has_its_own_limit(stack: Stack) -> None:
     worker = stack.workers[0]
-    stack.do(lambda: worker.allow(1))
+    stack.do(lambda: worker.allow(2))
     body = CHAT | {"max_tokens": 5, "n": 2, "stream": True}
     path = "/v1/chat/completions"
     with stack.http.stream("POST", path, json=body, headers=bearer("beta")) as response:
