@@ -339,7 +339,7 @@ class Client:
         """(id, what has come so far, set at the first token, set at the end)"""
         if not self._has_begun:
             await self.begin()
-        request_id = f"r{next(self._numbers)}"
+        request_id = f"{id(self):x}-{next(self._numbers)}"
         state = (Outputs(), asyncio.Event(), asyncio.Event())
         self._outputs[request_id] = state
         await self.stream.send(
@@ -380,7 +380,13 @@ class Client:
             case Admitted(request_id=request_id, needs_route=needs_route):
                 self._outputs[request_id][0].num_admitted += 1
                 if needs_route:
-                    await self.stream.send(Route(request_id=request_id, prefill=self._prefill))
+                    worker = self._fleet.workers.get(self._prefill or "")
+                    incarnation = None if worker is None else worker.identity.incarnation
+                    await self.stream.send(
+                        Route(
+                            request_id=request_id, prefill=self._prefill, incarnation=incarnation
+                        )
+                    )
             case PrefillDone(request_id=request_id):
                 outputs = self._outputs[request_id][0]
                 outputs.num_cached_tokens = message.num_cached_tokens
