@@ -252,9 +252,7 @@ def test_b76_a_burst_of_first_requests_makes_one_link() -> None:
             prompts = [prompt_of(30, seed=n) for n in range(16)]
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(client.generate(p, GREEDY_20)) for p in prompts]
-            assert all(
-                right(t.result(), p, GREEDY_20) for p, t in zip(prompts, tasks, strict=True)
-            )
+            assert all(right(t.result(), p, GREEDY_20) for p, t in zip(prompts, tasks, strict=True))
             assert links == 1
 
     virtual(main)

@@ -154,3 +154,18 @@ def test_b58_a_killed_source_is_noticed_and_its_next_life_is_linked_anew(
         await reader.close()
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("lanes", ["shm,self", "sm,self"])
+def test_b79_lanes_that_cannot_report_a_dead_peer_are_refused_at_start(lanes: str) -> None:
+    process = subprocess.run(
+        [sys.executable, "-m", "tests.kvtransfer.source_process", "b79"],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+        env={**os.environ, "UCX_TLS": lanes},
+    )
+    assert process.returncode != 0
+    assert f"UCX_TLS is {lanes}" in process.stderr
+    assert "UCX_TLS=tcp,self" in process.stderr
