@@ -1,15 +1,16 @@
-"""`python -m bench.soak`: thousands of requests while workers are killed at random. Nothing may be wrong or left.
+"""`python -m bench.soak`: thousands of requests while workers are killed at random. Nothing may
+be wrong or left.
 
-Two prefill and two decode workers, each a process, with the demo model cut to 2 layers. Clients send
-requests whose answers are known from an undisturbed run; some leave early. Every few seconds a random
-worker gets SIGKILL and is started again. At the end: no wrong, lost or doubled token, pools at rest, and
-the router with no more descriptors, threads and hardly more memory than after warming up.
+Two prefill and two decode workers, each a process, with the demo model cut to 2 layers. Clients
+send requests whose answers are known from an undisturbed run; some leave early. Every few
+seconds a random worker gets SIGKILL and is started again. At the end: no wrong, lost or doubled
+token, pools at rest, and the router with no more descriptors, threads and hardly more memory
+than after warming up.
 """
 
 import argparse
 import asyncio
 import json
-import os
 import random
 import sys
 import tempfile
@@ -136,7 +137,7 @@ def footprint(pid: int) -> dict[str, float]:
     status = Path(f"/proc/{pid}/status").read_text()
     fields = dict(line.split(":", 1) for line in status.splitlines())
     return {
-        "descriptors": len(os.listdir(f"/proc/{pid}/fd")),
+        "descriptors": len(list(Path(f"/proc/{pid}/fd").iterdir())),
         "threads": int(fields["Threads"]),
         "megabytes": int(fields["VmRSS"].split()[0]) / 1024,
     }

@@ -1,4 +1,6 @@
-"""Too many requests for the pool, and too many for the workers: slower, never wrong, never stuck."""
+"""Too many requests for the pool, and too many for the workers: slower, never wrong, never
+stuck.
+"""
 
 import asyncio
 from collections.abc import Callable, Coroutine

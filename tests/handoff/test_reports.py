@@ -1,4 +1,6 @@
-"""Public reports of other servers about hand-off, cancellation and caching, tried on ours (docs/cases.md)."""
+"""Public reports of other servers about hand-off, cancellation and caching, tried on ours
+(docs/cases.md).
+"""
 
 import asyncio
 import random
@@ -21,7 +23,9 @@ def right(outputs: Outputs, prompt: list[int], sampling: SamplingParams) -> bool
 
 
 def test_b47_aborted_in_the_very_step_that_finishes_the_prompt() -> None:
-    """The peer may have seen the first token or not; either way nothing crashes, nothing stays held."""
+    """The peer may have seen the first token or not; either way nothing crashes, nothing stays
+    held.
+    """
 
     async def main() -> None:
         async with fleet(chunk_tokens=64) as f:
@@ -77,7 +81,9 @@ def test_b54_what_the_decode_worker_refuses_never_reaches_a_prefill_worker() -> 
 
 
 def test_b55_b71_a_frozen_source_and_an_aborted_load() -> None:
-    """Blocks go back at once; only the landing slots of the unfinished read stay away until it ends."""
+    """Blocks go back at once; only the landing slots of the unfinished read stay away until it
+    ends.
+    """
 
     async def main() -> None:
         async with fleet() as f:
@@ -259,7 +265,9 @@ def test_b76_a_burst_of_first_requests_makes_one_link() -> None:
 
 
 def test_b77_pages_of_a_pending_handoff_are_never_reclaimed() -> None:
-    """A pull is frozen while the prefill worker's pool, nearly full of cached blocks, serves 20 others."""
+    """A pull is frozen while the prefill worker's pool, nearly full of cached blocks, serves 20
+    others.
+    """
 
     async def main() -> None:
         async with fleet(num_prefill=1, num_decode=2, num_packed=24, num_exact=12) as f:
@@ -300,7 +308,9 @@ def test_b78_a_prompt_that_nobody_wants_stops_after_the_running_chunk() -> None:
 
 
 def test_b95_b96_answers_under_eviction_pressure_are_those_of_solo_runs() -> None:
-    """A pool for three requests, ten prefixes of one to six blocks, random suffixes, one abort in ten."""
+    """A pool for three requests, ten prefixes of one to six blocks, random suffixes, one abort
+    in ten.
+    """
 
     async def main() -> None:
         rng = random.Random(96)

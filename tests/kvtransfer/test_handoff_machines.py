@@ -84,7 +84,9 @@ def test_a_lost_stream_aborts_the_prompt_and_late_pages_are_let_go() -> None:
 
 
 class SourceMachine(RuleBasedStateMachine):
-    """Every page that was handed in is given back exactly once, whatever happens in whatever order."""
+    """Every page that was handed in is given back exactly once, whatever happens in whatever
+    order.
+    """
 
     @initialize()
     def start(self) -> None:
