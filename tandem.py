@@ -1,4 +1,4 @@
-"""The command line: `tandem serve|router|prefill|decode|demo-model|calibrate|quality`. Parses, starts, nothing else.
+"""The command line, `tandem COMMAND`. Parses, starts, nothing else.
 
 Imports are lazy, so that the router's process never loads torch and --help is quick.
 """
@@ -8,6 +8,7 @@ import sys
 
 from common.config import (
     CalibrateConfig,
+    CertsConfig,
     Command,
     DemoModelConfig,
     QualityConfig,
@@ -37,6 +38,11 @@ def run(command: Command) -> int:
             from common import launcher
 
             return launcher.serve(config, command.config_file)
+        case CertsConfig() as config:
+            from common.internal_tls import make_certificates
+
+            make_certificates(config)
+            return 0
         case DemoModelConfig(verify=verify):
             from common.demo_model import prepare_calibrated
 

@@ -91,6 +91,12 @@ class RouterConfig:
     drain_s: float = option(
         "at shutdown, how long running requests may still take", default=30.0, metavar="SECONDS"
     )
+    internal_tls: str | None = option(
+        "talk to other processes over mTLS, with ca.pem, node.pem and node-key.pem of this folder",
+        default=None,
+        metavar="DIR",
+        shown="plain text",
+    )
     insecure_internal: bool = option(
         "talk to workers beyond this machine in plain text", default=False
     )
@@ -108,7 +114,7 @@ class RouterConfig:
         for name, addresses in (("prefill", self.prefill), ("decode", self.decode)):
             for address in addresses:
                 check_address(name, address)
-                check_plaintext(name, address, self.insecure_internal)
+                check_plaintext(name, address, self)
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ConfigError("--tls-cert and --tls-key go together")
         check_at_least("max_waiting", self.max_waiting, 1)
@@ -174,6 +180,12 @@ class WorkerConfig:
         metavar="FILE",
         shown="no event log",
     )
+    internal_tls: str | None = option(
+        "talk to other processes over mTLS, with ca.pem, node.pem and node-key.pem of this folder",
+        default=None,
+        metavar="DIR",
+        shown="plain text",
+    )
     insecure_internal: bool = option("talk beyond this machine in plain text", default=False)
     log_level: LogLevel = option("least important line to log", default="info")
 
@@ -186,7 +198,7 @@ class WorkerConfig:
         ):
             check_address(name, address)
         check_distinct({"listen": self.listen, "metrics": self.metrics})
-        check_plaintext("listen", self.listen, self.insecure_internal)
+        check_plaintext("listen", self.listen, self)
         check_at_least("kv_blocks", self.kv_blocks, 1)
         check_chunk(self.chunk_tokens, self.block_size)
         check_at_least("max_num_seqs", self.max_num_seqs, 1)
@@ -275,6 +287,15 @@ class ServeConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CertsConfig:
+    out: str = option("folder to write to", metavar="DIR")
+    days: int = option("how long the certificates are valid", default=365, metavar="N")
+
+    def __post_init__(self) -> None:
+        check_at_least("days", self.days, 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DemoModelConfig:
     verify: bool = option("compare every file with its hash, not only with its size", default=False)
 
@@ -341,7 +362,13 @@ class QualityConfig:
 
 
 Config = (
-    RouterConfig | WorkerConfig | ServeConfig | DemoModelConfig | CalibrateConfig | QualityConfig
+    CertsConfig
+    | RouterConfig
+    | WorkerConfig
+    | ServeConfig
+    | DemoModelConfig
+    | CalibrateConfig
+    | QualityConfig
 )
 
 
@@ -365,6 +392,7 @@ COMMANDS: dict[str, tuple[type[Config], str]] = {
     "router": (RouterConfig, "start the router: HTTP and gRPC in front, workers behind"),
     "prefill": (WorkerConfig, "start a prefill worker"),
     "decode": (WorkerConfig, "start a decode worker, or with --colocated one that does both"),
+    "certs": (CertsConfig, "make a development CA and a certificate for mTLS between processes"),
     "demo-model": (DemoModelConfig, "prepare the demo model and print its directory"),
     "calibrate": (
         CalibrateConfig,
@@ -573,11 +601,12 @@ def check_distinct(addresses: dict[str, str | None]) -> None:
         seen[address] = name
 
 
-def check_plaintext(name: str, address: str, insecure: bool) -> None:
-    if not insecure and split_address(address)[0] not in LOOPBACK:
+def check_plaintext(name: str, address: str, config: RouterConfig | WorkerConfig) -> None:
+    is_allowed = config.insecure_internal or config.internal_tls is not None
+    if not is_allowed and split_address(address)[0] not in LOOPBACK:
         raise ConfigError(
             f"{flag(name)} {address} is beyond this machine and would be plain text;"
-            " --insecure-internal permits it"
+            " use --internal-tls, or permit it with --insecure-internal"
         )
 
 

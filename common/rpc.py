@@ -35,11 +35,14 @@ SERVICE = "tandem.Worker"
 KEEPALIVE_S = 2.0
 KEEPALIVE_TIMEOUT_S = 5.0
 _ERROR_CODE = "tandem-code"
+TLS_NAME = "tandem-internal"
+"""What certificates between processes name, whatever the address."""
 
 OPTIONS: list[tuple[str, Any]] = [
     ("grpc.keepalive_time_ms", int(KEEPALIVE_S * 1000)),
     ("grpc.keepalive_timeout_ms", int(KEEPALIVE_TIMEOUT_S * 1000)),
-    # gRPC waits for the answer of a ping by this bound, whatever the keepalive's own is: 60 s by default
+    # gRPC waits for the answer of a ping by this bound, whatever the keepalive's own is: 60 s by
+    # default
     ("grpc.http2.ping_timeout_ms", int(KEEPALIVE_TIMEOUT_S * 1000)),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
@@ -152,24 +155,49 @@ class GrpcStream:
         self._call.cancel()
 
 
-class GrpcPeer:
-    """A channel to one address."""
+class Credentials(Protocol):
+    """Where a peer gets its TLS from (common/internal_tls.py)."""
 
-    def __init__(self, address: str, credentials: grpc.ChannelCredentials | None = None) -> None:
+    def stamp(self) -> tuple[int, ...]:
+        """Changes when `channel_credentials` would give something new."""
+        ...
+
+    def channel_credentials(self) -> grpc.ChannelCredentials: ...
+
+
+class GrpcPeer:
+    """A channel to one address. With new credentials, new streams use a new channel."""
+
+    def __init__(self, address: str, credentials: Credentials | None = None) -> None:
         self._address = address
-        self._channel = (
-            grpc.aio.insecure_channel(address, options=OPTIONS)
-            if credentials is None
-            else grpc.aio.secure_channel(address, credentials, options=OPTIONS)
-        )
+        self._credentials = credentials
+        self._stamp: tuple[int, ...] = ()
+        self._channels: list[grpc.aio.Channel] = []
+        if credentials is None:
+            self._channels.append(grpc.aio.insecure_channel(address, options=OPTIONS))
 
     def open(self, method: str) -> GrpcStream:
+        if self._credentials is not None:
+            self._renew(self._credentials)
         stream = GrpcStream(self._address)
-        stream.begin(partial(self._channel.stream_stream, f"/{SERVICE}/{method}"))
+        stream.begin(partial(self._channels[-1].stream_stream, f"/{SERVICE}/{method}"))
         return stream
 
+    def _renew(self, credentials: Credentials) -> None:
+        try:
+            stamp = credentials.stamp()
+            if stamp == self._stamp:
+                return
+            found = credentials.channel_credentials()
+        except OSError:
+            return  # being replaced: the next stream looks again
+        self._stamp = stamp
+        options = [*OPTIONS, ("grpc.ssl_target_name_override", TLS_NAME)]
+        self._channels.append(grpc.aio.secure_channel(self._address, found, options=options))
+
     async def close(self) -> None:
-        await self._channel.close(grace=None)
+        for channel in self._channels:
+            await channel.close(grace=None)
 
 
 def connect(address: str) -> GrpcPeer:

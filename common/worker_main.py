@@ -24,6 +24,7 @@ from common.engine.start import EngineDevice, Sizes, open_runner, plan_memory
 from common.engine.weights import model_fingerprint
 from common.errors import ConfigError, InternalError, TandemError
 from common.events import EventLog, open_events
+from common.internal_tls import InternalTls
 from common.model_config import ModelConfig
 from common.rpc import Handler, serve
 from common.scheduling.kv_cache import KvCache
@@ -153,7 +154,9 @@ async def _serve(config: WorkerConfig, parts: Parts, assemble: Assemble, ending:
     """Until a signal (or the worker gives up), then until drained or `drain_s` have passed."""
     async with anyio.create_task_group() as group:
         assembly = await assemble(parts, group)
-        server = await serve(config.listen, assembly.service.handlers())
+        tls = InternalTls.of(config.internal_tls)
+        credentials = None if tls is None else tls.server_credentials()
+        server = await serve(config.listen, assembly.service.handlers(), credentials)
         log.info(
             "%s worker %s listens on %s", config.role, parts.identity.incarnation, config.listen
         )

@@ -5,6 +5,7 @@ transport.
 from anyio.abc import TaskGroup
 
 from common.config import WorkerConfig
+from common.internal_tls import InternalTls
 from common.rpc import connect
 from common.scheduling.plan import PageKind
 from common.worker_main import Assembly, Parts, run_worker
@@ -59,11 +60,12 @@ async def _with_puller(
         PageKind.PACKED: layout.packed_page_bytes,
         PageKind.EXACT: layout.exact_page_bytes,
     }
+    tls = InternalTls.of(parts.config.internal_tls)
     links = Links(
         identity=parts.identity,
         transport=transport,
         zone=zone,
-        connect=connect,
+        connect=connect if tls is None else tls.connect,
         metrics=parts.metrics,
         page_bytes=page_bytes[PageKind.PACKED],
     )

@@ -8,6 +8,8 @@ import anyio.lowlevel
 
 from common.config import RouterConfig
 from common.errors import ConfigError, UnsupportedModel
+from common.internal_tls import InternalTls
+from common.rpc import connect
 from common.worker import until_signal
 from router.wiring import open_router
 
@@ -41,6 +43,7 @@ async def _run(config: RouterConfig) -> None:
     async with anyio.create_task_group() as group:
         group.start_soon(until_signal, stop.set)
         await anyio.lowlevel.checkpoint()  # signals are heard before anybody can think we run
-        router = open_router(config)
+        tls = InternalTls.of(config.internal_tls)
+        router = open_router(config, connect=connect if tls is None else tls.connect)
         await router.run(stop)
         group.cancel_scope.cancel()

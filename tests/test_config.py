@@ -110,7 +110,7 @@ def test_serve_leaves_to_the_workers_what_was_not_given() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "no command given; choose one of serve, router, prefill, decode, demo-model"),
+        ([], "no command given; choose one of serve, router, prefill, decode, certs, demo-model"),
         (["serv"], "choose from 'serve'"),
         (["serve", "--prefil", "2"], "unknown option --prefil; did you mean --prefill"),
         (["serve", "--xyzzy=1"], "unknown option --xyzzy$"),
@@ -138,7 +138,7 @@ def test_what_is_refused_is_named(arguments: list[str], message: str) -> None:
     [
         (["--gpu-memory-utilization", "0.98"], "must be above 0 and at most 0.92"),
         (["--gpu-memory-utilization", "0.5", "--device", "cpu"], "needs a GPU"),
-        (["--listen", "0.0.0.0:7000"], "plain text; --insecure-internal permits it"),
+        (["--listen", "0.0.0.0:7000"], "plain text; use --internal-tls, or permit it"),
         (["--chunk-tokens", "16", "--block-size", "32"], "multiple of the block size, 32"),
         (["--kv-blocks", "0"], "--kv-blocks is 0; it must be at least 1"),
         (["--colocated"], "unknown option --colocated"),

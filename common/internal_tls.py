@@ -1,0 +1,135 @@
+"""mTLS between Tandem's processes: one CA, one directory with a certificate for each process.
+
+    tandem certs --out DIR          a development CA and a node's certificate, made with openssl
+    --internal-tls DIR              of router and workers: both sides must show a certificate of that CA
+
+The directory holds `ca.pem`, `node.pem` and `node-key.pem`. Certificates name `tandem-internal`,
+not hosts, since workers come and go under any address; whoever holds one may take any part.
+Files are read again when they change: a server looks at each handshake, a client whenever it
+opens a stream.
+"""
+
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+
+from common.config import CertsConfig
+from common.errors import ConfigError
+from common.rpc import TLS_NAME, GrpcPeer
+
+FILES = ("ca.pem", "node.pem", "node-key.pem")
+
+
+@dataclass(frozen=True, slots=True)
+class InternalTls:
+    directory: Path
+
+    @staticmethod
+    def of(directory: str | None) -> "InternalTls | None":
+        """Raises ConfigError when a file is missing."""
+        if directory is None:
+            return None
+        missing = [name for name in FILES if not Path(directory, name).is_file()]
+        if missing:
+            raise ConfigError(
+                f"--internal-tls {directory}: {', '.join(missing)} missing; "
+                f"for development, make them with: tandem certs --out {directory}"
+            )
+        return InternalTls(Path(directory))
+
+    def stamp(self) -> tuple[int, ...]:
+        """Changes when a file does."""
+        return tuple((self.directory / name).stat().st_mtime_ns for name in FILES)
+
+    def _read(self) -> tuple[bytes, bytes, bytes]:
+        ca, certificate, key = ((self.directory / name).read_bytes() for name in FILES)
+        return ca, certificate, key
+
+    def channel_credentials(self) -> grpc.ChannelCredentials:
+        ca, certificate, key = self._read()
+        return grpc.ssl_channel_credentials(
+            root_certificates=ca, private_key=key, certificate_chain=certificate
+        )
+
+    def server_credentials(self) -> grpc.ServerCredentials:
+        seen = self.stamp()
+
+        def configuration() -> grpc.ServerCertificateConfiguration:
+            ca, certificate, key = self._read()
+            return grpc.ssl_server_certificate_configuration([(key, certificate)], ca)
+
+        def configuration_if_changed() -> grpc.ServerCertificateConfiguration | None:
+            nonlocal seen
+            try:
+                now = self.stamp()
+                if now == seen:
+                    return None
+                found = configuration()
+            except OSError:
+                return None  # being replaced: the next handshake looks again
+            seen = now
+            return found
+
+        return grpc.dynamic_ssl_server_credentials(
+            configuration(), configuration_if_changed, require_client_authentication=True
+        )
+
+    def connect(self, address: str) -> GrpcPeer:
+        """As `common.rpc.connect`, over TLS."""
+        return GrpcPeer(address, self)
+
+
+def make_certificates(config: CertsConfig) -> None:
+    """A CA and one node's certificate. An existing CA in the directory is used again."""
+    out = Path(config.out)
+    out.mkdir(parents=True, exist_ok=True)
+    if not (out / "ca.pem").exists():
+        subject = ("-subj", "/CN=Tandem development CA")
+        days = ("-days", str(config.days))
+        openssl(
+            out, "req", "-x509", *KEY, "-keyout", "ca-key.pem", "-out", "ca.pem", *subject, *days
+        )
+    request = ("-keyout", "node-key.pem", "-out", "node.csr", "-subj", f"/CN={TLS_NAME}")
+    openssl(out, "req", *KEY, *request, "-addext", f"subjectAltName=DNS:{TLS_NAME}")
+    signed = (
+        "-CA",
+        "ca.pem",
+        "-CAkey",
+        "ca-key.pem",
+        "-CAcreateserial",
+        "-copy_extensions",
+        "copy",
+    )
+    openssl(
+        out,
+        "x509",
+        "-req",
+        "-in",
+        "node.csr",
+        "-out",
+        "node.pem",
+        *signed,
+        "-days",
+        str(config.days),
+    )
+    (out / "node.csr").unlink()
+    for name in ("ca-key.pem", "node-key.pem"):
+        (out / name).chmod(0o600)
+
+
+KEY = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
+
+
+def openssl(directory: Path, *arguments: str) -> None:
+    try:
+        done = subprocess.run(
+            ["openssl", *arguments], cwd=directory, capture_output=True, text=True, check=False
+        )
+    except FileNotFoundError:
+        raise ConfigError(
+            "tandem certs needs openssl; on Debian: apt-get install openssl"
+        ) from None
+    if done.returncode != 0:
+        raise ConfigError(f"openssl failed: {done.stderr.strip().splitlines()[-1]}")

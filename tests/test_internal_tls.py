@@ -1,0 +1,114 @@
+"""mTLS between processes: who has a certificate of the CA is heard, nobody else; new files are
+read.
+"""
+
+import asyncio
+import shutil
+import ssl
+from pathlib import Path
+
+import pytest
+
+from common.config import CertsConfig
+from common.errors import ConfigError, WorkerLost
+from common.internal_tls import FILES, InternalTls, make_certificates
+from common.messages import Watch
+from common.rpc import Connect, RpcServer, Stream, connect, serve
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Two CAs, strangers to each other."""
+    made = (tmp_path_factory.mktemp("ours"), tmp_path_factory.mktemp("theirs"))
+    for folder in made:
+        make_certificates(CertsConfig(out=str(folder)))
+    return made
+
+
+def tls_of(folder: Path) -> InternalTls:
+    found = InternalTls.of(str(folder))
+    assert found is not None
+    return found
+
+
+async def echo(stream: Stream) -> None:
+    message = await stream.receive()
+    assert message is not None
+    await stream.send(message)
+
+
+async def ask(connect_with: Connect, server: RpcServer) -> object:
+    peer = connect_with(f"127.0.0.1:{server.port}")
+    stream = peer.open("Echo")
+    try:
+        async with asyncio.timeout(10):
+            await stream.send(Watch(protocol=7))
+            return await stream.receive()
+    finally:
+        await peer.close()
+
+
+async def serve_echo(tls: InternalTls) -> RpcServer:
+    return await serve("127.0.0.1:0", {"Echo": echo}, tls.server_credentials())
+
+
+def test_both_sides_need_a_certificate_of_the_same_ca(folders: tuple[Path, Path]) -> None:
+    ours, theirs = folders
+
+    async def main() -> None:
+        server = await serve_echo(tls_of(ours))
+        assert await ask(tls_of(ours).connect, server) == Watch(protocol=7)
+        with pytest.raises(WorkerLost):
+            await ask(tls_of(theirs).connect, server)
+        with pytest.raises(WorkerLost):
+            await ask(connect, server)
+        await server.stop(0)
+
+    asyncio.run(main())
+
+
+def test_certificates_are_read_again_when_they_change(
+    folders: tuple[Path, Path], tmp_path: Path
+) -> None:
+    ours, theirs = folders
+
+    async def main() -> None:
+        copy_files(ours, tmp_path)
+        tls = tls_of(tmp_path)
+        server = await serve_echo(tls)
+        peer = tls.connect(f"127.0.0.1:{server.port}")
+        first = peer.open("Echo")
+        await first.send(Watch(protocol=1))
+        assert await first.receive() == Watch(protocol=1)
+        copy_files(theirs, tmp_path)
+        second = peer.open("Echo")
+        await second.send(Watch(protocol=2))
+        assert await second.receive() == Watch(protocol=2)
+        await peer.close()
+        with pytest.raises(WorkerLost):
+            await ask(tls_of(ours).connect, server)
+        await server.stop(0)
+
+    asyncio.run(main())
+
+
+def copy_files(source: Path, target: Path) -> None:
+    for name in FILES:
+        shutil.copyfile(source / name, target / name)
+
+
+def test_a_missing_file_is_named_with_the_command_that_makes_it(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"node-key\.pem missing; .*tandem certs --out"):
+        InternalTls.of(str(tmp_path))
+    assert InternalTls.of(None) is None
+
+
+def test_keys_are_private_and_the_ca_is_kept(tmp_path: Path) -> None:
+    make_certificates(CertsConfig(out=str(tmp_path)))
+    ca = (tmp_path / "ca.pem").read_bytes()
+    make_certificates(CertsConfig(out=str(tmp_path)))
+    assert (tmp_path / "ca.pem").read_bytes() == ca
+    for name in ("ca-key.pem", "node-key.pem"):
+        assert (tmp_path / name).stat().st_mode & 0o077 == 0
+    context = ssl.create_default_context(cafile=str(tmp_path / "ca.pem"))
+    context.load_cert_chain(tmp_path / "node.pem", tmp_path / "node-key.pem")
