@@ -1,7 +1,7 @@
 """mTLS between Tandem's processes: one CA, one directory with a certificate for each process.
 
     tandem certs --out DIR          a development CA and a node's certificate, made with openssl
-    --internal-tls DIR              of router and workers: both sides must show a certificate of that CA
+    --internal-tls DIR              of router and workers: both show a certificate of that CA
 
 The directory holds `ca.pem`, `node.pem` and `node-key.pem`. Certificates name `tandem-internal`,
 not hosts, since workers come and go under any address; whoever holds one may take any part.
