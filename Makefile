@@ -4,7 +4,7 @@ BIN := .venv/bin
 ARGS ?=
 SETUP_ARGS ?=
 
-.PHONY: setup setup-test serve test test-all bench fmt check lock clean
+.PHONY: setup setup-test setup-clients serve test test-all bench fmt check lock clean
 
 setup:
 	@command -v $(PYTHON) >/dev/null || { echo "setup: $(PYTHON) is not installed; on Debian: apt-get install python3 python3-venv" >&2; exit 2; }
@@ -14,13 +14,21 @@ setup:
 setup-test: setup
 	@$(PYTHON) setup/install.py --test $(SETUP_ARGS)
 
+# Official clients for tests/clients, in an environment of their own: their pins are not ours.
+setup-clients: .venv-clients/complete
+
+.venv-clients/complete: locks/clients.txt
+	@$(PYTHON) -m venv --clear .venv-clients
+	@.venv-clients/bin/pip install --quiet --no-input --require-hashes -r locks/clients.txt
+	@touch $@
+
 serve: setup
 	@$(BIN)/tandem serve $(ARGS)
 
 test: setup-test
 	$(BIN)/python -m pytest -m "not slow and not gpu" $(ARGS)
 
-test-all: setup-test
+test-all: setup-test setup-clients
 	$(BIN)/python -m pytest -m "not gpu" $(ARGS)
 
 bench: setup-test
@@ -39,5 +47,5 @@ lock:
 	setup/lock.sh
 
 clean:
-	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
+	rm -rf .venv .venv-clients .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

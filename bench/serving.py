@@ -78,6 +78,7 @@ class Launched(Serving):
     process: subprocess.Popen[str]
     log: list[str]
     event_log: Path
+    grpc: str
 
     def events(self) -> list[dict[str, Any]]:
         lines = self.event_log.read_text().splitlines()
@@ -120,11 +121,12 @@ def serving(*arguments: str) -> Iterator[Launched]:
         tables = [f'[{name}]\nevent-log = "{events}"\n' for name in ("prefill", "decode")]
         config.write_text("".join(tables))
         port = free_port()
+        grpc = f"127.0.0.1:{free_port()}"
         process = subprocess.Popen(
             [
                 *(sys.executable, "-m", "tandem", "serve", "--config", str(config)),
                 *("--http", f"127.0.0.1:{port}"),
-                *("--grpc", f"127.0.0.1:{free_port()}"),
+                *("--grpc", grpc),
                 *("--metrics", f"127.0.0.1:{free_port()}"),
                 *arguments,
             ],
@@ -136,7 +138,9 @@ def serving(*arguments: str) -> Iterator[Launched]:
             log = _read_until_ready(process)
             url = f"http://127.0.0.1:{port}"
             with httpx.Client(base_url=url, timeout=60) as http:
-                yield Launched(url=url, http=http, process=process, log=log, event_log=events)
+                yield Launched(
+                    url=url, http=http, process=process, log=log, event_log=events, grpc=grpc
+                )
         finally:
             process.terminate()
             try:

@@ -27,6 +27,7 @@ from router.http_generate import ChatEndpoint, CompletionEndpoint, chat_prompt
 from router.http_protocol import HalfCloseProtocol
 from router.http_responses import ResponsesEndpoint
 from router.json_body import shortened
+from router.openapi import document
 
 _KEEP_ALIVE_S = 75
 _WITHOUT_KEY = ("/health", "/ready", "/v2/health/live", "/v2/health/ready")
@@ -36,6 +37,7 @@ def make_app(service: TextService, max_body_bytes: int) -> ASGIApp:
     app = FastAPI(
         title="Tandem",
         version=tandem_version(),
+        openapi_url=None,
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,
@@ -58,6 +60,7 @@ def make_app(service: TextService, max_body_bytes: int) -> ASGIApp:
         ("/health", Health(service)),
         ("/ready", Ready(service)),
         ("/version", Version(service)),
+        ("/openapi.json", Document(service)),
         ("/v2", kserve_http.ServerMetadata(service, tandem_version())),
         ("/v2/health/live", kserve_http.Live("/v2/health/live", service.new_request_id)),
         ("/v2/health/ready", kserve_http.ServerReady(service)),
@@ -165,6 +168,13 @@ class Ready(_View):
 class Version(_View):
     async def answer(self, exchange: Exchange, scope: Scope) -> None:
         await exchange.reply_json(200, {"version": tandem_version()})
+
+
+class Document(_View):
+    async def answer(self, exchange: Exchange, scope: Scope) -> None:
+        service = self._service
+        size = service.vocabulary.size
+        await exchange.reply_json(200, document(tandem_version(), service.model_name, size))
 
 
 class _TokenizerCall(Endpoint):

@@ -15,3 +15,4 @@ cd locks
 compile -o test.txt router.in worker.in torch-needs.in test.in
 compile -o worker.txt -c test.txt router.in worker.in torch-needs.in
 compile -o router.txt -c test.txt router.in
+compile -o clients.txt clients.in
