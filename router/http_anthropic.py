@@ -92,6 +92,9 @@ def chat_fields(fields: Fields) -> dict[str, Any]:
     thinking = fields.object("thinking")
     if thinking is not None and thinking.get("type") != "disabled":
         raise UnsupportedParameter("thinking is not supported", param="thinking")
+    stops = fields.take("stop_sequences")
+    if stops is not None and not isinstance(stops, list):
+        raise fields.wrong("stop_sequences", "must be a list of texts", stops)
     messages = _messages(fields.take("messages"))
     system = _system(fields.take("system"))
     if system:
@@ -102,7 +105,7 @@ def chat_fields(fields: Fields) -> dict[str, Any]:
         "messages": messages,
         "max_tokens": fields.take("max_tokens"),
         "temperature": fields.number("temperature", 1.0, 0.0, 2.0),
-        "stop": fields.take("stop_sequences"),
+        "stop": stops,
         "tools": _tools(fields.take("tools")),
         "tool_choice": tool_choice,
         "parallel_tool_calls": is_parallel,

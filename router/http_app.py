@@ -65,6 +65,7 @@ def make_app(service: TextService, max_body_bytes: int) -> ASGIApp:
         ("/v2/health/live", kserve_http.Live("/v2/health/live", service.new_request_id)),
         ("/v2/health/ready", kserve_http.ServerReady(service)),
         ("/v2/models/{model:path}/ready", kserve_http.ServerReady(service)),
+        ("/v2/models/{model:path}/infer", OnlyPost(service)),
         ("/v2/models/{model:path}", kserve_http.ModelMetadata(service)),
     ]
     app.router.routes += [Route(path, endpoint, methods=["POST"]) for path, endpoint in posts]
@@ -168,6 +169,14 @@ class Ready(_View):
 class Version(_View):
     async def answer(self, exchange: Exchange, scope: Scope) -> None:
         await exchange.reply_json(200, {"version": tandem_version()})
+
+
+class OnlyPost(_View):
+    """Stands before a wider path, which would take this one for a name."""
+
+    async def answer(self, exchange: Exchange, scope: Scope) -> None:
+        error = MethodNotAllowed(f"{shortened(scope['path'])} takes POST only")
+        await exchange.reply(error.http_status, error_body(error), [(b"allow", b"POST")])
 
 
 class Document(_View):

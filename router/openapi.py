@@ -81,11 +81,11 @@ def document(version: str, model: str, vocab_size: int) -> Schema:
     }
 
 
-def _sampling(vocab_size: int) -> dict[str, Schema]:
+def _sampling(model: str, vocab_size: int) -> dict[str, Schema]:
     """What chat and completions have in common."""
     stop = {"anyOf": [_TEXT | {"minLength": 1}, _list(_TEXT | {"minLength": 1}, 0, MAX_STOPS)]}
     return {
-        "model": _TEXT,
+        "model": {"enum": [model]},
         "n": _integer(1, MAX_N),
         "best_of": _integer(1, MAX_N),
         "stream": _FLAG,
@@ -137,13 +137,13 @@ def _bodies(model: str, vocab_size: int, ids: Schema) -> dict[str, tuple[Schema,
             "role": {"enum": ["system", "developer", "user", "assistant", "tool"]},
             "content": {"type": ["string", "null"]},
         },
-        "required": ["role", "content"],
-        "additionalProperties": False,
+        "required": ["role"],
     }
     turn = message | {
         "properties": {"role": {"enum": ["user", "assistant"]}, "content": _TEXT},
+        "required": ["role", "content"],
     }
-    common = _sampling(vocab_size)
+    common = _sampling(model, vocab_size)
     chat = common | {
         "messages": _list(message, 1, 64),
         "max_tokens": _integer(1, _INT64),
@@ -165,7 +165,7 @@ def _bodies(model: str, vocab_size: int, ids: Schema) -> dict[str, tuple[Schema,
         "echo": _FLAG,
     }
     messages: dict[str, Schema] = {
-        "model": _TEXT,
+        "model": {"enum": [model]},
         "messages": _list(turn, 1, 64),
         "max_tokens": _integer(1, _INT64),
         "system": _TEXT,
@@ -179,7 +179,7 @@ def _bodies(model: str, vocab_size: int, ids: Schema) -> dict[str, tuple[Schema,
         "metadata": _OBJECT,
     }
     response: dict[str, Schema] = {
-        "model": _TEXT,
+        "model": {"enum": [model]},
         "input": {"anyOf": [_TEXT, _list(message, 1, 64)]},
         "instructions": _TEXT,
         "max_output_tokens": _integer(1, _INT64),
@@ -195,14 +195,17 @@ def _bodies(model: str, vocab_size: int, ids: Schema) -> dict[str, tuple[Schema,
         "user": _TEXT,
     }
     tokenize: dict[str, Schema] = {
-        "model": _TEXT,
+        "model": {"enum": [model]},
         "prompt": _TEXT,
         "messages": _list(message, 1, 64),
         "add_special_tokens": _FLAG,
         "add_generation_prompt": _FLAG,
         "chat_template_kwargs": _OBJECT,
     }
-    detokenize = {"model": _TEXT, "tokens": _list(_integer(0, vocab_size - 1))}
+    detokenize: dict[str, Schema] = {
+        "model": {"enum": [model]},
+        "tokens": _list(_integer(0, vocab_size - 1)),
+    }
     infer: Schema = {
         "type": "object",
         "properties": {"id": _TEXT, "inputs": _list(_OBJECT, 1), "parameters": _OBJECT},
@@ -223,7 +226,7 @@ def _bodies(model: str, vocab_size: int, ids: Schema) -> dict[str, tuple[Schema,
 def _post(path: str, schema: Schema, answer: str) -> Schema:
     content: Schema = {"application/json": {"schema": _OBJECT}}
     if answer == "stream":
-        content["text/event-stream"] = {"schema": _TEXT}
+        content["text/event-stream"] = {}
     return {
         "operationId": path.strip("/").replace("/", "_"),
         "requestBody": {"required": True, "content": {"application/json": {"schema": schema}}},
