@@ -1,5 +1,6 @@
-"""`python -m bench [serve] [handoff]`: tables on stdout, the same as JSON with --json. Exit code 1
-when a bound is missed.
+"""`python -m bench [serve] [handoff] [router]`: tables on stdout, the same as JSON with --json.
+
+Exit code 1 when a bound is missed.
 """
 
 import argparse
@@ -12,9 +13,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from bench import handoff, serve
+from bench import handoff, router, serve
 
-TARGETS = ("serve", "handoff")
+TARGETS = ("serve", "handoff", "router")
 
 
 def main() -> int:
@@ -27,7 +28,7 @@ def main() -> int:
     results: dict[str, Any] = {}
     console = Console(width=120)
     for target in options.targets or TARGETS:
-        results[target] = print_serve(console) if target == "serve" else print_handoff(console)
+        results[target] = PRINTERS[target](console)
     if options.json is not None:
         options.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     return 0 if all(check["holds"] for check in results.get("handoff", [])) else 1
@@ -82,6 +83,26 @@ def print_handoff(console: Console) -> list[dict[str, Any]]:
         )
     console.print(table)
     return [{**asdict(check), "holds": check.holds} for check in checks]
+
+
+def print_router(console: Console) -> list[dict[str, Any]]:
+    table = Table(title=f"the router alone, {router.CONCURRENCY} streams")
+    for name in ("", "tokens", "tokens/s", "tokens/s per core", "added ms"):
+        table.add_column(name, justify="left" if not name else "right")
+    rows = router.run()
+    for row in rows:
+        table.add_row(
+            row.name,
+            f"{row.tokens:,}",
+            f"{row.tokens_per_s:,.0f}",
+            f"{row.tokens_per_core_s:,.0f}",
+            "-" if row.added_ms is None else pair(row.added_ms, 1),
+        )
+    console.print(table)
+    return [asdict(row) for row in rows]
+
+
+PRINTERS = {"serve": print_serve, "handoff": print_handoff, "router": print_router}
 
 
 def pair(values: tuple[float, float], scale: float) -> str:
