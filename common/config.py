@@ -24,7 +24,7 @@ LOOPBACK = {"127.0.0.1", "::1", "localhost"}
 MAX_GPU_MEMORY_UTILIZATION = 0.92
 
 LogLevel = Literal["debug", "info", "warning", "error"]
-KvCodec = Literal["fp8_e4m3", "bf16", "fp32"]
+KvCodec = Literal["fp8_e4m3", "fp8_e5m2", "int8", "int4", "bf16", "fp32"]
 BlockSize = Literal[16, 32]
 
 
@@ -138,7 +138,9 @@ class WorkerConfig:
         shown="as --listen",
     )
     metrics: str = option("where /metrics listens", default="127.0.0.1:7001", metavar="HOST:PORT")
-    kv_codec: KvCodec = option("element type of cached keys and values", default="fp8_e4m3")
+    kv_codec: KvCodec = option(
+        "element type of cached keys and values; int4 is for summarising only", default="fp8_e4m3"
+    )
     block_size: BlockSize = option("tokens per KV block", default=16)
     kv_blocks: int | None = option(
         "size of the KV pool in blocks", default=None, metavar="N", shown="what the memory allows"

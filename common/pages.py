@@ -3,9 +3,9 @@
 A page is one contiguous record, `payload | scales | padding | tag`, a multiple of 64 bytes long,
 the tag in its last 64. There are two kinds (`PageKind`): *packed* pages hold sealed blocks in the
 codec's element type, *exact* pages hold block 0 and open tails in the codec's exact type. Payload
-is [num_layers, 2 (K, V), num_kv_heads, block_size, head_dim]; scales are [num_layers, 2,
-num_kv_heads, what `ScaleKind` says]. A quantised block holds what is left of it after its offset
-(common/kernels/offsets.py) was subtracted.
+is [num_layers, 2 (K, V), num_kv_heads, block_size, head_dim]; scales are, layer by layer, K's of
+all heads, then V's, each as `ScaleKind` says. A quantised block holds what is left of it after its
+offset (common/kernels/offsets.py) was subtracted.
 
 The tag is written last, after everything else, and erased first. Its final word is the checksum of
 the whole record.
@@ -42,10 +42,16 @@ class ElementKind(IntEnum):
     FP32 = 0
     BF16 = 1
     E4M3 = 2
+    E5M2 = 3
+    INT8 = 4
+    """-127 to 127; -128 is what was not finite."""
+    INT4 = 5
+    """0 to 15; a byte holds channels 2i (its low half) and 2i + 1."""
 
     @property
     def num_bits(self) -> int:
-        return {ElementKind.FP32: 32, ElementKind.BF16: 16}.get(self, 8)
+        kinds = {ElementKind.FP32: 32, ElementKind.BF16: 16, ElementKind.INT4: 4}
+        return kinds.get(self, 8)
 
 
 class ScaleKind(IntEnum):
@@ -54,6 +60,11 @@ class ScaleKind(IntEnum):
     NONE = 0
     POWER = 1
     """An E8M0 byte: a power of two, biased by 127."""
+    FLOAT = 2
+    """An fp32 factor."""
+    RANGE = 3
+    """bf16 factors, then bf16 minima: K's for each channel, V's for each token. A factor that is
+    not a number marks values that were not finite."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +88,9 @@ CODECS: Final[dict[str, Codec]] = {
     codec.name: codec
     for codec in (
         Codec("fp8_e4m3", ElementKind.E4M3, ElementKind.BF16, ScaleKind.POWER),
+        Codec("fp8_e5m2", ElementKind.E5M2, ElementKind.BF16, ScaleKind.POWER),
+        Codec("int8", ElementKind.INT8, ElementKind.BF16, ScaleKind.FLOAT),
+        Codec("int4", ElementKind.INT4, ElementKind.BF16, ScaleKind.RANGE),
         Codec("bf16", ElementKind.BF16, ElementKind.BF16, ScaleKind.NONE),
         Codec("fp32", ElementKind.FP32, ElementKind.FP32, ScaleKind.NONE),
     )
@@ -117,6 +131,10 @@ class PageLayout:
                 return 0, 0
             case ScaleKind.POWER:
                 return 1, 1
+            case ScaleKind.FLOAT:
+                return 4, 4
+            case ScaleKind.RANGE:
+                return 4 * self.head_dim, 4 * self.block_size
 
     @property
     def scales_bytes(self) -> int:

@@ -3,7 +3,9 @@
 from pathlib import Path
 from typing import Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from common.engine.batch import StepBatch
@@ -24,6 +26,17 @@ class Backend(Protocol):
 
     def checksum(self, page: Tensor) -> int:
         """`common.pages.checksum` of a page [page_bytes] uint8."""
+        ...
+
+    def land(
+        self,
+        source: Tensor,
+        target: Tensor,
+        slots: NDArray[np.int64],
+        block_ids: NDArray[np.int64],
+        tags: NDArray[np.uint8],
+    ) -> tuple[NDArray[np.bool_], NDArray[np.uint64]]:
+        """As `common.kernels.cpu.landing.land`."""
         ...
 
 

@@ -20,6 +20,7 @@ from common.engine.weights import Checkpoint
 from common.errors import UnsupportedModel
 from common.kernels.cpu import forward as k
 from common.kernels.cpu.attention import scratch_floats
+from common.kernels.cpu.landing import land
 from common.kernels.cpu.pages import checksum_of, pages_of
 from common.kernels.cpu.sync import FIRST_COUNTER
 from common.kernels.offsets import Offsets
@@ -82,6 +83,16 @@ class CpuModel:
 
     def checksum(self, page: Tensor) -> int:
         return int(checksum_of(page.data_ptr(), page.numel()))
+
+    def land(
+        self,
+        source: Tensor,
+        target: Tensor,
+        slots: NDArray[np.int64],
+        block_ids: NDArray[np.int64],
+        tags: NDArray[np.uint8],
+    ) -> tuple[NDArray[np.bool_], NDArray[np.uint64]]:
+        return land(source, target, slots, block_ids, tags)
 
     def _reserve(self, num_tokens: int, num_logits: int) -> None:
         """Workspaces for this many rows and logits (or more, if there were more already)."""

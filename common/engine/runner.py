@@ -6,7 +6,7 @@ nothing. It is one rank of a group of size 1.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
@@ -137,7 +137,18 @@ class ModelRunner:
             self._outputs.give_tail(key, block_id)
 
     def land(self, moves: Sequence[LandingMove]) -> LandingResult:
-        return LandingResult(refusals=tuple(self._land(move) for move in moves))
+        """Check first, copy then; the pages' tags stay behind, since this worker has not vouched
+        for them.
+        """
+        refusals: list[str | None] = [None] * len(moves)
+        for kind in PageKind:
+            which = [index for index, move in enumerate(moves) if move.kind is kind]
+            if which:
+                for index, refusal in zip(
+                    which, self._land(kind, [moves[i] for i in which]), strict=True
+                ):
+                    refusals[index] = refusal
+        return LandingResult(refusals=tuple(refusals))
 
     def self_test(self) -> None:
         """Raise unless rows come out the same to the bit whatever stands beside them."""
@@ -217,26 +228,31 @@ class ModelRunner:
         checksum = self._backend.checksum(page)
         _put_tag(page, tag.with_checksum(checksum).pack())
 
-    def _land(self, move: LandingMove) -> str | None:
-        """Check first, copy then; the page's tag stays behind, since this worker has not vouched
-        for it.
-        """
-        page = self._pages(move.kind, self.landing)[move.slot]
-        found = PageTag.unpack(page[-TAG_BYTES:].cpu().numpy().tobytes())
-        wanted = PageTag(
-            content_hash=move.content_hash,
-            fingerprint=self.layout_fingerprint,
-            num_tokens=move.num_tokens,
-            incarnation=move.incarnation,
-            generation=move.generation,
-            checksum=self._backend.checksum(page),
+    def _land(self, kind: PageKind, moves: list[LandingMove]) -> Iterator[str | None]:
+        wanted = [
+            PageTag(
+                content_hash=move.content_hash,
+                fingerprint=self.layout_fingerprint,
+                num_tokens=move.num_tokens,
+                incarnation=move.incarnation,
+                generation=move.generation,
+            )
+            for move in moves
+        ]
+        source, tags = self._pages(kind, self.landing), b"".join(tag.pack() for tag in wanted)
+        accepted, sums = self._backend.land(
+            source,
+            self._pages(kind, self.pool),
+            np.array([move.slot for move in moves], dtype=np.int64),
+            np.array([move.block_id for move in moves], dtype=np.int64),
+            np.frombuffer(tags, dtype=np.uint8).reshape(len(moves), TAG_BYTES),
         )
-        if refusal := tag_mismatch(found, wanted):
-            return refusal
-        target = self._pages(move.kind, self.pool)[move.block_id]
-        target[:-TAG_BYTES] = page[:-TAG_BYTES]
-        target[-TAG_BYTES:] = 0
-        return None
+        for move, tag, is_accepted, checksum in zip(moves, wanted, accepted, sums, strict=True):
+            if is_accepted:
+                yield None
+            else:
+                found = PageTag.unpack(source[move.slot, -TAG_BYTES:].cpu().numpy().tobytes())
+                yield tag_mismatch(found, tag.with_checksum(int(checksum)))
 
 
 def _put_tag(page: torch.Tensor, tag: bytes) -> None:

@@ -20,7 +20,7 @@ from common.kernels.gpu.checksum import checksums
 from common.kernels.gpu.store import store
 from common.kernels.offsets import Offsets
 from common.model_config import ModelConfig
-from common.pages import ElementKind
+from common.pages import TAG_BYTES, ElementKind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +91,24 @@ class TritonModel:
 
     def checksum(self, page: Tensor) -> int:
         return int(checksums(page.unsqueeze(0))[0]) % 2**64
+
+    def land(
+        self,
+        source: Tensor,
+        target: Tensor,
+        slots: NDArray[np.int64],
+        block_ids: NDArray[np.int64],
+        tags: NDArray[np.uint8],
+    ) -> tuple[NDArray[np.bool_], NDArray[np.uint64]]:
+        pages = source[self._to_device(slots)]
+        sums = checksums(pages).cpu().numpy().view(np.uint64)
+        found = pages[:, -TAG_BYTES:].cpu().numpy()
+        accepted = (found[:, :-8] == tags[:, :-8]).all(1)
+        accepted &= found[:, -8:].copy().view(np.uint64)[:, 0] == sums
+        good = self._to_device(np.flatnonzero(accepted))
+        pages[:, -TAG_BYTES:] = 0
+        target[self._to_device(block_ids)[good]] = pages[good]
+        return accepted, sums
 
     def _qkv(
         self, layer: Layer, x: Tensor, cos: Tensor, sin: Tensor

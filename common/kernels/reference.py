@@ -13,26 +13,73 @@ from common.pages import ElementKind, PageLayout, checksum
 
 NEUTRAL_SCALE = 127
 MAX_SCALE = 237
-E4M3_MAX = 448.0
+SMALLEST = 2.0**-126
+INT4_LIMIT = 1e38
 DTYPES = {ElementKind.BF16: torch.bfloat16, ElementKind.FP32: torch.float32}
+FP8 = {ElementKind.E4M3: torch.float8_e4m3fn, ElementKind.E5M2: torch.float8_e5m2}
 
 
-def quantise_e4m3(block: Tensor) -> tuple[Tensor, int]:
-    """Bytes [block_size, head_dim] uint8 of a block, and the E8M0 code of its power of two."""
-    finite = torch.where(torch.isfinite(block), block, 0.0).abs()
-    amax = float(finite.amax())
+def quantise(block: Tensor, kind: ElementKind, is_k: bool) -> tuple[Tensor, Tensor]:
+    """Bytes of a block [block_size, head_dim] fp32 in a packed page, and of its scales."""
+    if kind in FP8:
+        return quantise_fp8(block, FP8[kind])
+    return quantise_int4(block, is_k) if kind is ElementKind.INT4 else quantise_int8(block)
+
+
+def dequantise(data: Tensor, scales: Tensor, kind: ElementKind, is_k: bool) -> Tensor:
+    """fp32 of what `quantise` gave; leading dimensions are kept."""
+    if kind in FP8:
+        factor = torch.exp2(scales.double() - 127).float()
+        return data.view(FP8[kind]).float() * factor[..., None]
+    if kind is ElementKind.INT4:
+        low, high = (data & 0xF).float(), (data >> 4).float()
+        whole = torch.stack([low, high], dim=-1).flatten(-2)
+        factor, minimum = scales.contiguous().view(torch.bfloat16).float().chunk(2, dim=-1)
+        if is_k:
+            return whole * factor[..., None, :] + minimum[..., None, :]
+        return whole * factor[..., None] + minimum[..., None]
+    whole = data.view(torch.int8).float()
+    factor = scales.contiguous().view(torch.float32)
+    return torch.where(whole == -128, torch.nan, whole) * factor[..., None]
+
+
+def largest_finite(block: Tensor) -> Tensor:
+    return torch.where(block.isfinite(), block, 0.0).abs().amax()
+
+
+def quantise_fp8(block: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """One power of two for the block."""
+    amax, most = float(largest_finite(block)), torch.finfo(dtype).max
     code = NEUTRAL_SCALE
     if amax > 0:
-        mantissa, exponent = np.frexp(np.float32(amax / E4M3_MAX))
+        mantissa, exponent = np.frexp(np.float32(amax) / np.float64(most))
         code = min(max(int(exponent) + 127 - int(mantissa == 0.5), 1), MAX_SCALE)
-    scaled = (block.double() * 2.0 ** (127 - code)).clamp(-E4M3_MAX, E4M3_MAX)
-    scaled = torch.where(torch.isfinite(block), scaled, torch.nan).float()
-    code_bytes = scaled.to(torch.float8_e4m3fn).view(torch.uint8)
-    return torch.where(torch.isnan(scaled), 0x7F, code_bytes), code
+    scaled = (block.double() * 2.0 ** (127 - code)).clamp(-most, most)
+    data = scaled.float().to(dtype).view(torch.uint8)
+    return torch.where(block.isfinite(), data, 0x7F), torch.tensor([code], dtype=torch.uint8)
 
 
-def dequantise_e4m3(data: Tensor, code: int) -> Tensor:
-    return data.view(torch.float8_e4m3fn).float() * 2.0 ** (code - 127)
+def quantise_int8(block: Tensor) -> tuple[Tensor, Tensor]:
+    """One fp32 factor for the block."""
+    factor = largest_finite(block) / 127.0
+    factor = torch.where(factor < SMALLEST, 1.0, factor)
+    whole = torch.where(block.isfinite(), (block / factor).round(), -128).to(torch.int8)
+    return whole.view(torch.uint8), factor.reshape(1).view(torch.uint8)
+
+
+def quantise_int4(block: Tensor, is_k: bool) -> tuple[Tensor, Tensor]:
+    """A bf16 factor and minimum for each channel (K) or token (V)."""
+    axis = 0 if is_k else 1
+    finite = torch.where(block.isfinite(), block, 0.0)
+    low = (finite.amin(axis).clamp(min=-INT4_LIMIT) + 0.0).bfloat16()
+    high = finite.amax(axis).clamp(max=INT4_LIMIT)
+    factor = ((high - low.float()) / 15.0).bfloat16()
+    factor = torch.where(factor < SMALLEST, 1.0, factor)
+    factor = torch.where(block.isfinite().all(axis), factor, torch.nan)
+    steps = (block - low.float().unsqueeze(axis)) / factor.float().unsqueeze(axis)
+    whole = steps.nan_to_num(15.0).clamp(0, 15).round().to(torch.uint8)
+    data = whole[:, ::2] | whole[:, 1::2] << 4
+    return data, torch.cat([factor, low]).view(torch.uint8)
 
 
 def exact_slices(exact: Tensor, layout: PageLayout) -> Tensor:
@@ -48,10 +95,14 @@ def packed_slices(packed: Tensor, layout: PageLayout) -> Tensor:
     return payload.view(DTYPES[kind]) if kind in DTYPES else payload
 
 
-def packed_scales(packed: Tensor, layout: PageLayout) -> Tensor:
-    """E8M0 codes [num_pages, num_layers, 2, kv_heads], a view."""
+def packed_scales(packed: Tensor, layout: PageLayout) -> tuple[Tensor, Tensor]:
+    """Scales of K and of V, each [num_pages, num_layers, kv_heads, bytes], views."""
     scales = packed[:, layout.scales_offset : layout.scales_offset + layout.scales_bytes]
-    return scales.unflatten(1, (layout.num_layers, 2, layout.num_kv_heads))
+    heads, (k_bytes, v_bytes) = layout.num_kv_heads, layout.scale_bytes
+    k, v = scales.unflatten(1, (layout.num_layers, -1)).split(
+        [heads * k_bytes, heads * v_bytes], dim=2
+    )
+    return k.unflatten(2, (heads, k_bytes)), v.unflatten(2, (heads, v_bytes))
 
 
 def _payload(pages: Tensor, layout: PageLayout, kind: ElementKind) -> Tensor:
@@ -87,12 +138,13 @@ def store(
             if not layout.codec.is_quantised:
                 sealed[packed_page, layer, which] = block.to(sealed.dtype)
                 continue
-            scales = packed_scales(packed, layout)
+            scales = packed_scales(packed, layout)[which]
             means = offsets.of_block(layer, position // layout.block_size)[which]
             for head in range(layout.num_kv_heads):
-                data, code = quantise_e4m3(block[head].float() - means[head])
+                left = block[head].float() - means[head]
+                data, scale = quantise(left, layout.codec.packed, which == 0)
                 sealed[packed_page, layer, which, head] = data
-                scales[packed_page, layer, which, head] = code
+                scales[packed_page, layer, head] = scale
 
 
 def attention(
@@ -141,10 +193,12 @@ def _dequantised(
     data = packed_slices(packed, layout)[block_id, layer]
     if not layout.codec.is_quantised:
         return data.float()
-    codes = packed_scales(packed, layout)[block_id, layer]
-    scale = torch.exp2(codes.double() - 127).float()[:, :, None, None]
-    left = data.view(torch.float8_e4m3fn).float() * scale
-    return left + offsets.of_block(layer, block)[:, :, None]
+    both = packed_scales(packed, layout)
+    left = [
+        dequantise(data[which], both[which][block_id, layer], layout.codec.packed, which == 0)
+        for which in (0, 1)
+    ]
+    return torch.stack(left) + offsets.of_block(layer, block)[:, :, None]
 
 
 def checksums(pages: Tensor) -> list[int]:

@@ -39,8 +39,8 @@ class LogitsTap:
         self.logits = self._backend.forward(batch, num_layers)  # type: ignore[attr-defined]
         return self.logits
 
-    def checksum(self, page: Tensor) -> int:
-        return self._backend.checksum(page)  # type: ignore[attr-defined, no-any-return]
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._backend, name)
 
 
 @dataclass

@@ -12,6 +12,7 @@ from common.kernels import reference
 from common.pages import (
     CODECS,
     TAG_BYTES,
+    ElementKind,
     PageLayout,
     PageTag,
     checksum,
@@ -129,9 +130,9 @@ def test_quantised_values_are_as_near_as_e4m3_gets(seed: int, power: int, skew: 
     block = torch.randn((16, 16), generator=generator) * 2.0**power
     block *= torch.exp(skew * torch.randn((16, 1), generator=generator))
     block = block.bfloat16().float()
-    data, code = reference.quantise_e4m3(block)
-    found = reference.dequantise_e4m3(data, code)
-    scale = 2.0 ** (code - 127)
+    data, code = reference.quantise(block, ElementKind.E4M3, True)
+    found = reference.dequantise(data, code, ElementKind.E4M3, True)
+    scale = 2.0 ** (int(code) - 127)
     step = torch.maximum(
         2.0 ** (torch.floor(torch.log2(block.abs())) - 3), torch.tensor(scale / 512)
     )

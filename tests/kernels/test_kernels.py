@@ -6,6 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from numba import njit
 from torch import Tensor
 
@@ -19,11 +21,13 @@ from common.kernels.gpu.attention import attention as gpu_attention
 from common.kernels.gpu.checksum import checksums as gpu_checksums
 from common.kernels.gpu.store import store as gpu_store
 from common.kernels.offsets import Offsets
+from common.pages import CODECS as CODEC_TABLE
 from common.pages import ElementKind, PageLayout, codec_named
 from common.scheduling.plan import PageKind
 
 LAYERS, HEADS, GROUP, WIDTH = 2, 2, 3, 16
-CODECS = ["fp8_e4m3", "bf16", "fp32"]
+CODECS = list(CODEC_TABLE)
+QUANTISED = [name for name, codec in CODEC_TABLE.items() if codec.is_quantised]
 
 
 def layout_of(codec: str, block_size: int = 16, head_dim: int = WIDTH) -> PageLayout:
@@ -112,10 +116,12 @@ def fill(pool: PageArena, normal: Callable[..., Tensor], generator: torch.Genera
     if not layout.codec.is_quantised:
         packed.copy_(normal(*packed.shape))
         return
-    packed.copy_(torch.randint(0, 256, packed.shape, generator=generator))
-    packed[packed & 0x7F == 0x7F] = 0
     scales = reference.packed_scales(pool.packed, layout)
-    scales.copy_(torch.randint(118, 122, scales.shape, generator=generator))
+    for page, layer, which, head in np.ndindex(packed.shape[:4]):
+        block = normal(layout.block_size, layout.head_dim)
+        data, scale = reference.quantise(block, layout.codec.packed, which == 0)
+        packed[page, layer, which, head] = data
+        scales[which][page, layer, head] = scale
 
 
 Store = Callable[..., None]
@@ -214,17 +220,79 @@ def blocks() -> dict[str, Tensor]:
     }
 
 
-@pytest.mark.parametrize("name", blocks())
-@pytest.mark.parametrize("which", STORES)
-def test_odd_blocks_are_sealed_as_the_reference_does(which: str, name: str) -> None:
-    layout = PageLayout(1, 1, 16, 16, codec_named("fp8_e4m3"))
-    block = blocks()[name].bfloat16().float().view(16, 1, 16)
-    items = torch.tensor([[0, 16, 16, -1, 1, 0]])
+def seal_with(which: str, codec: str, block: Tensor, block_size: int = 16) -> tuple[Tensor, Tensor]:
+    """A packed page with the block as K and its negative as V, by an implementation and by the
+    reference.
+    """
+    width = block.shape[-1]
+    layout = PageLayout(1, 1, block_size, width, codec_named(codec))
+    rows = block.bfloat16().float().view(block_size, 1, width)
+    items = torch.tensor([[0, block_size, block_size, -1, 1, 0]])
     found, wanted = PageArena(layout, 2, 1), PageArena(layout, 2, 1)
     none = offsets_of(layout, scale=0.0)
-    STORES[which](block, -block, items, found.packed, found.exact, layout, none, 0)
-    reference.store(block, -block, items, wanted.packed, wanted.exact, layout, none, 0)
-    assert torch.equal(found.packed, wanted.packed)
+    STORES[which](rows, -rows, items, found.packed, found.exact, layout, none, 0)
+    reference.store(rows, -rows, items, wanted.packed, wanted.exact, layout, none, 0)
+    return found.packed, wanted.packed
+
+
+@pytest.mark.parametrize("name", blocks())
+@pytest.mark.parametrize("codec", QUANTISED)
+@pytest.mark.parametrize("which", STORES)
+def test_odd_blocks_are_sealed_as_the_reference_does(which: str, codec: str, name: str) -> None:
+    found, wanted = seal_with(which, codec, blocks()[name])
+    assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("codec", QUANTISED)
+@given(st.integers(0, 2**32 - 1), st.integers(-120, 120), st.sampled_from([16, 32]), st.booleans())
+@settings(max_examples=40, deadline=None)
+def test_any_block_is_sealed_as_the_reference_does(
+    codec: str, seed: int, power: int, size: int, has_outliers: bool
+) -> None:
+    """On the CPU path, which is the quick one: every magnitude, both block sizes."""
+    generator = torch.Generator().manual_seed(seed)
+    block = torch.randn((size, 32), generator=generator).double() * 2.0**power
+    if has_outliers:
+        block[:, seed % 32] *= 1000
+    found, wanted = seal_with("numba", codec, block.float(), size)
+    assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize(("codec", "bound"), [
+    ("fp8_e4m3", 1 / 16), ("fp8_e5m2", 1 / 8), ("int8", 1 / 250), ("int4", 1 / 28)
+])  # fmt: skip
+@given(st.integers(0, 2**32 - 1), st.integers(-60, 60))
+@settings(max_examples=40, deadline=None)
+def test_what_is_read_is_near_what_was_sealed(
+    codec: str, bound: float, seed: int, power: int
+) -> None:
+    """fp8 within a share of each value (or of its smallest step), int within one of the range."""
+    kind = codec_named(codec).packed
+    generator = torch.Generator().manual_seed(seed)
+    block = (torch.randn((16, 32), generator=generator).double() * 2.0**power).float()
+    for is_k in (True, False):
+        again = reference.dequantise(*reference.quantise(block, kind, is_k), kind, is_k)
+        amax = float(block.abs().max())
+        span = block.abs() if kind in reference.FP8 else torch.tensor(2 * amax)
+        assert ((again - block).abs() <= span * bound * 1.02 + amax * 2.0**-14).all()
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("codec", QUANTISED)
+def test_what_is_not_finite_is_read_as_nan(codec: str, bad: float) -> None:
+    """It is never taken for a number, and values outside its group of one scale stay good."""
+    kind = codec_named(codec).packed
+    block = torch.randn((16, 32), generator=torch.Generator().manual_seed(1))
+    block[3, 5] = bad
+    for is_k in (True, False):
+        again = reference.dequantise(*reference.quantise(block, kind, is_k), kind, is_k)
+        assert again[3, 5].isnan()
+        touched = torch.zeros(16, 32, dtype=torch.bool)
+        touched[3, 5] = True
+        if kind is ElementKind.INT4:
+            touched[:, 5] |= is_k
+            touched[3] |= not is_k
+        assert torch.equal(again.isnan(), touched)
 
 
 def test_every_e4m3_byte_is_read_as_torch_reads_it() -> None:

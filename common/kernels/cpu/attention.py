@@ -16,7 +16,7 @@ from torch import Tensor
 from common.kernels.cpu.matmul import F32_WEIGHTS, tile
 from common.kernels.cpu.pages import (
     block_offset,
-    element_bytes,
+    bytes_of,
     load_exact,
     load_packed,
     pages_of,
@@ -177,7 +177,7 @@ def _visit(state, first, last, group, head_dim, position, block_start, block_siz
 def _load_exact_page(page_number, pages, slice_index, state):
     """K (transposed) and V of one head from an exact page."""
     size = pages.block_size * pages.head_dim
-    slice_bytes = size * element_bytes(pages.exact_kind)
+    slice_bytes = bytes_of(size, pages.exact_kind)
     k_at = pages.exact + page_number * pages.exact_bytes + slice_index * slice_bytes
     load_exact(k_at, size, pages.exact_kind, state.plain)
     load_exact(k_at + pages.num_heads * slice_bytes, size, pages.exact_kind, state.values)
@@ -216,7 +216,7 @@ def _load_own_rows(run, first, pages, state):
 @njit(nogil=True)
 def _prefetch_slices(page, pages, slice_index):
     """Ask for the K and V of one head of a packed page, before they are needed."""
-    num_bytes = pages.block_size * pages.head_dim * element_bytes(pages.packed_kind)
+    num_bytes = bytes_of(pages.block_size * pages.head_dim, pages.packed_kind)
     k_at = page + slice_index * num_bytes
     v_at = k_at + pages.num_heads * num_bytes
     for i in range(0, num_bytes, 64):

@@ -18,6 +18,8 @@ F32 = ir.FloatType()
 I32 = ir.IntType(32)
 V8F = ir.VectorType(F32, 8)
 V8I = ir.VectorType(I32, 8)
+MAGIC = 12582912.0
+"""1.5 * 2^23: added to a small float, it leaves the nearest integer in the low mantissa bits."""
 
 
 class F32x8Type(types.Type):
@@ -161,6 +163,16 @@ def maximum(typingctx, a, b):
 
 
 @intrinsic
+def minimum(typingctx, a, b):
+    """a where a < b, else b. A NaN in b stays; one in a is lost."""
+
+    def codegen(context, builder, signature, args):
+        return builder.select(builder.fcmp_ordered("<", args[0], args[1]), args[0], args[1])
+
+    return f32x8(f32x8, f32x8), codegen
+
+
+@intrinsic
 def lane(typingctx, value, index):
     def codegen(context, builder, signature, args):
         return builder.extract_element(args[0], builder.trunc(args[1], I32))
@@ -214,6 +226,37 @@ def keep_first(typingctx, value, count, otherwise):
     return f32x8(f32x8, types.int64, f32x8), codegen
 
 
+@intrinsic
+def keep_above(typingctx, value, limit, otherwise):
+    """Lanes that are at least `limit` from `value`, the others from `otherwise`."""
+
+    def codegen(context, builder, signature, args):
+        return builder.select(builder.fcmp_ordered(">=", args[0], args[1]), args[0], args[2])
+
+    return f32x8(f32x8, f32x8, f32x8), codegen
+
+
+@intrinsic
+def if_zero(typingctx, test, value, otherwise):
+    """Lanes of `value` where `test` is zero, else of `otherwise`."""
+
+    def codegen(context, builder, signature, args):
+        is_zero = builder.fcmp_ordered("==", args[0], constant(V8F, 0.0))
+        return builder.select(is_zero, args[1], args[2])
+
+    return f32x8(f32x8, f32x8, f32x8), codegen
+
+
+@intrinsic
+def finite_or_zero(typingctx, value):
+    def codegen(context, builder, signature, args):
+        size = builder.and_(builder.bitcast(args[0], V8I), constant(V8I, 0x7FFFFFFF))
+        is_bad = builder.icmp_unsigned(">=", size, constant(V8I, 0x7F800000))
+        return builder.select(is_bad, constant(V8F, 0.0), args[0])
+
+    return f32x8(f32x8), codegen
+
+
 LOG2E = 1.4426950408889634
 LN2_HIGH = 0.693145751953125
 LN2_LOW = 1.428606765330187e-06
@@ -238,9 +281,8 @@ def exp(typingctx, value):
         number = lambda v: constant(V8F, v)  # noqa: E731
         tiny = builder.fcmp_ordered("<", x, number(-87.3))
         safe = builder.select(tiny, number(0.0), x)
-        # round to nearest by adding 1.5 * 2^23: the integer then stands in the low mantissa bits
-        shifted = call_fma(builder, safe, number(LOG2E), number(12582912.0))
-        n = builder.fsub(shifted, number(12582912.0))
+        shifted = call_fma(builder, safe, number(LOG2E), number(MAGIC))
+        n = builder.fsub(shifted, number(MAGIC))
         r = call_fma(builder, n, number(-LN2_HIGH), safe)
         r = call_fma(builder, n, number(-LN2_LOW), r)
         p = number(EXP_POLYNOMIAL[0])
@@ -293,37 +335,85 @@ def load_bf16(typingctx, at):
     return f32x8(types.int64), codegen
 
 
-@intrinsic
-def widen_e4m3(typingctx, at, scale, offset, out):
-    """Sixteen e4m3 bytes at `at`, times `scale` / 256, plus the floats at `offset` (one rounding),
-    as fp32 at `out`. 0x7F and 0xFF are NaN.
-
-    An e4m3 number moved into the bits of an fp16 is 2^-8 of itself, subnormal or not; the processor
-    widens fp16 without the penalty that fp32 subnormals have. So `scale` is 256 times the block's.
+def _widening(to_floats):
+    """An intrinsic that reads sixteen bytes at `at`: each times `scale`
+    plus the float at its place at `offset`, with one rounding, as fp32 at `out`.
     """
 
+    @intrinsic
+    def widen(typingctx, at, scale, offset, out):
+        def codegen(context, builder, signature, args):
+            at, scale, offset, out = args
+            kind = ir.VectorType(ir.IntType(8), 16)
+            data = builder.load(_pointer(builder, at, kind), align=1)
+            factor = _splat(builder, scale, V8F)
+            for first, wide in zip((0, 8), to_floats(builder, data), strict=True):
+                by = ir.Constant(ir.IntType(64), first * 4)
+                addend = builder.load(_pointer(builder, builder.add(offset, by), V8F), align=4)
+                place = _pointer(builder, builder.add(out, by), V8F)
+                builder.store(call_fma(builder, wide, factor, addend), place, align=4)
+            return context.get_dummy_value()
+
+        return types.void(types.int64, types.float32, types.int64, types.int64), codegen
+
+    return widen
+
+
+V16H = ir.VectorType(ir.IntType(16), 16)
+
+
+def _halves(builder, bits):
+    """Both halves of sixteen fp16 numbers, given by their bits, as fp32."""
+    halves = builder.bitcast(bits, ir.VectorType(ir.HalfType(), 16))
+    return [builder.fpext(_half(builder, halves, first, 8), V8F) for first in (0, 8)]
+
+
+def _from_e4m3(builder, data):
+    """2^-8 of each number: moved into the bits of an fp16 it is that, subnormal or not, and the
+    processor widens fp16 without the penalty that fp32 subnormals have. 0x7F and 0xFF are NaN.
+    """
+
+    def number(value):
+        return ir.Constant(V16H, [value] * 16)
+
+    bits = builder.shl(builder.sext(data, V16H), number(7))
+    bits = builder.and_(bits, number(0xBFFF - 0x10000))
+    is_nan = builder.icmp_signed("==", builder.and_(bits, number(0x3F80)), number(0x3F80))
+    return _halves(builder, builder.or_(bits, builder.sext(is_nan, V16H)))
+
+
+def _from_e5m2(builder, data):
+    """An e5m2 number is the upper half of an fp16."""
+    return _halves(builder, builder.shl(builder.zext(data, V16H), ir.Constant(V16H, [8] * 16)))
+
+
+def _from_int8(builder, data):
+    """-128 is NaN."""
+    for first in (0, 8):
+        whole = builder.sext(_half(builder, data, first, 8), V8I)
+        is_nan = builder.icmp_signed("==", whole, constant(V8I, -128))
+        yield builder.select(is_nan, constant(V8F, float("nan")), builder.sitofp(whole, V8F))
+
+
+widen_e4m3 = _widening(_from_e4m3)
+"""`scale` is 256 times the block's."""
+widen_e5m2 = _widening(_from_e5m2)
+widen_int8 = _widening(_from_int8)
+
+
+@intrinsic
+def load_int4(typingctx, at):
+    """Eight four-bit numbers from four bytes, low halves first, as fp32."""
+
     def codegen(context, builder, signature, args):
-        at, scale, offset, out = args
-        byte, half = ir.VectorType(ir.IntType(8), 16), ir.VectorType(ir.IntType(16), 16)
+        four = ir.VectorType(ir.IntType(8), 4)
+        data = builder.load(_pointer(builder, args[0], four), align=1)
+        low = builder.and_(data, ir.Constant(four, [15] * 4))
+        high = builder.lshr(data, ir.Constant(four, [4] * 4))
+        both = builder.shuffle_vector(low, high, ir.Constant(V8I, [0, 4, 1, 5, 2, 6, 3, 7]))
+        return builder.uitofp(builder.zext(both, V8I), V8F)
 
-        def number(value):
-            return ir.Constant(half, [value] * 16)
-
-        bits = builder.sext(builder.load(_pointer(builder, at, byte), align=1), half)
-        bits = builder.and_(builder.shl(bits, number(7)), number(0xBFFF - 0x10000))
-        is_nan = builder.icmp_signed("==", builder.and_(bits, number(0x3F80)), number(0x3F80))
-        bits = builder.or_(bits, builder.sext(is_nan, half))
-        halves = builder.bitcast(bits, ir.VectorType(ir.HalfType(), 16))
-        factor = _splat(builder, scale, V8F)
-        for first in (0, 8):
-            wide = builder.fpext(_half(builder, halves, first, 8), V8F)
-            by = ir.Constant(ir.IntType(64), first * 4)
-            addend = builder.load(_pointer(builder, builder.add(offset, by), V8F), align=4)
-            place = _pointer(builder, builder.add(out, by), V8F)
-            builder.store(call_fma(builder, wide, factor, addend), place, align=4)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.float32, types.int64, types.int64), codegen
+    return f32x8(types.int64), codegen
 
 
 @intrinsic
@@ -366,38 +456,84 @@ def _scalar_memory(kind, llvm_type, align):
 
 
 get_f32, put_f32 = _scalar_memory(types.float32, F32, 4)
+get_u16, put_u16 = _scalar_memory(types.uint16, ir.IntType(16), 2)
 get_u8, put_u8 = _scalar_memory(types.uint8, ir.IntType(8), 1)
 get_u64, put_u64 = _scalar_memory(types.uint64, ir.IntType(64), 8)
 
 
-@intrinsic
-def store_e4m3(typingctx, at, value):
-    """Eight lanes rounded to e4m3 bytes (nearest, ties to even; beyond 448 saturates; NaN and
-    infinities become NaN).
+def _storing_fp8(mantissa_bits, bias, largest_bits):
+    """An intrinsic that rounds eight lanes to fp8 bytes: nearest, ties to even; beyond the largest
+    number it saturates; NaN and infinities become NaN, 0x7F.
     """
+    dropped = 23 - mantissa_bits
+    smallest_bits = (128 - bias) << 23  # of the smallest normal number
+    steps_per_one = 2.0 ** (bias - 1 + mantissa_bits)
+    exponents = (127 - bias) << mantissa_bits
+
+    @intrinsic
+    def write(typingctx, at, value):
+        def codegen(context, builder, signature, args):
+            bits = builder.bitcast(args[1], V8I)
+            sign = builder.and_(builder.lshr(bits, constant(V8I, 24)), constant(V8I, 0x80))
+            size = builder.and_(bits, constant(V8I, 0x7FFFFFFF))
+            is_bad = builder.icmp_unsigned(">=", size, constant(V8I, 0x7F800000))
+            is_big = builder.icmp_unsigned(">", size, constant(V8I, largest_bits))
+            size = builder.select(is_big, constant(V8I, largest_bits), size)
+            # normal numbers: rebias the exponent, drop mantissa bits
+            odd = builder.and_(builder.lshr(size, constant(V8I, dropped)), constant(V8I, 1))
+            up = builder.add(size, builder.add(odd, constant(V8I, (1 << dropped - 1) - 1)))
+            normal = builder.lshr(up, constant(V8I, dropped))
+            normal = builder.sub(normal, constant(V8I, exponents))
+            # below: a whole number of smallest steps, rounded by adding 1.5 * 2^23
+            factor, magic = constant(V8F, steps_per_one), constant(V8F, MAGIC)
+            steps = call_fma(builder, builder.bitcast(size, V8F), factor, magic)
+            subnormal = builder.and_(builder.bitcast(steps, V8I), constant(V8I, 0xF))
+            is_small = builder.icmp_unsigned("<", size, constant(V8I, smallest_bits))
+            code = builder.or_(builder.select(is_small, subnormal, normal), sign)
+            code = builder.select(is_bad, constant(V8I, 0x7F), code)
+            _put_bytes(builder, args[0], code, 8)
+            return context.get_dummy_value()
+
+        return types.void(types.int64, f32x8), codegen
+
+    return write
+
+
+def _put_bytes(builder, at, codes, count):
+    byte = ir.VectorType(ir.IntType(8), count)
+    builder.store(builder.trunc(codes, byte), _pointer(builder, at, byte), align=1)
+
+
+store_e4m3 = _storing_fp8(3, 7, 0x43E00000)  # 448
+store_e5m2 = _storing_fp8(2, 15, 0x47600000)  # 57344
+
+
+@intrinsic
+def store_int8(typingctx, at, value):
+    """Eight lanes of at most 127, rounded to bytes (ties to even); -128 for what is not finite."""
 
     def codegen(context, builder, signature, args):
-        bits = builder.bitcast(args[1], V8I)
-        sign = builder.and_(builder.lshr(bits, constant(V8I, 24)), constant(V8I, 0x80))
-        size = builder.and_(bits, constant(V8I, 0x7FFFFFFF))
+        size = builder.and_(builder.bitcast(args[1], V8I), constant(V8I, 0x7FFFFFFF))
         is_bad = builder.icmp_unsigned(">=", size, constant(V8I, 0x7F800000))
-        is_big = builder.icmp_unsigned(">", size, constant(V8I, 0x43E00000))  # 448
-        size = builder.select(is_big, constant(V8I, 0x43E00000), size)
-        # normal numbers: rebias the exponent, drop 20 mantissa bits
-        odd = builder.and_(builder.lshr(size, constant(V8I, 20)), constant(V8I, 1))
-        up = builder.add(size, builder.add(odd, constant(V8I, 0x7FFFF)))
-        normal = builder.sub(builder.lshr(up, constant(V8I, 20)), constant(V8I, 120 << 3))
-        # below 2^-6: a whole number of 2^-9, rounded by adding 1.5 * 2^23
-        steps = call_fma(
-            builder, builder.bitcast(size, V8F), constant(V8F, 512.0), constant(V8F, 12582912.0)
-        )
-        subnormal = builder.and_(builder.bitcast(steps, V8I), constant(V8I, 0xF))
-        is_small = builder.icmp_unsigned("<", size, constant(V8I, 0x3C800000))  # 2^-6
-        code = builder.or_(builder.select(is_small, subnormal, normal), sign)
-        code = builder.select(is_bad, constant(V8I, 0x7F), code)
-        byte = ir.VectorType(ir.IntType(8), 8)
-        code = builder.trunc(code, byte)
-        builder.store(code, _pointer(builder, args[0], byte), align=1)
+        whole = builder.bitcast(builder.fadd(args[1], constant(V8F, MAGIC)), V8I)
+        _put_bytes(builder, args[0], builder.select(is_bad, constant(V8I, 0x80), whole), 8)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, f32x8), codegen
+
+
+@intrinsic
+def store_int4(typingctx, at, value):
+    """Eight lanes from 0 to 15, rounded (ties to even), two to a byte."""
+
+    def codegen(context, builder, signature, args):
+        whole = builder.bitcast(builder.fadd(args[1], constant(V8F, MAGIC)), V8I)
+        whole = builder.and_(whole, constant(V8I, 0xF))
+        four = ir.VectorType(I32, 4)
+        low = builder.shuffle_vector(whole, whole, ir.Constant(four, [0, 2, 4, 6]))
+        high = builder.shuffle_vector(whole, whole, ir.Constant(four, [1, 3, 5, 7]))
+        codes = builder.or_(low, builder.shl(high, ir.Constant(four, [4] * 4)))
+        _put_bytes(builder, args[0], codes, 4)
         return context.get_dummy_value()
 
     return types.void(types.int64, f32x8), codegen

@@ -13,7 +13,7 @@ from torch import Tensor
 from common.kernels.cpu.pages import (
     Pages,
     block_offset,
-    element_bytes,
+    bytes_of,
     load_exact,
     pages_of,
     seal,
@@ -44,7 +44,7 @@ def item_at(items, index):
 @njit(nogil=True)
 def _store_slice(rows, row_bytes, item, slice_at, pages):
     """K or V rows of one head into an exact page's slice; a fresh slice is zeroed behind them."""
-    slot_bytes = pages.head_dim * element_bytes(pages.exact_kind)
+    slot_bytes = bytes_of(pages.head_dim, pages.exact_kind)
     offset = item.position % pages.block_size
     for t in range(item.num_tokens):
         at = slice_at + (offset + t) * slot_bytes
@@ -62,21 +62,19 @@ def _store_rows(rows, row_bytes, item, slice_index, pages, scratch):
     """
     size = pages.block_size * pages.head_dim
     exact_at = pages.exact + item.exact_page * pages.exact_bytes
-    exact_at += slice_index * size * element_bytes(pages.exact_kind)
+    exact_at += slice_index * bytes_of(size, pages.exact_kind)
     if item.exact_page >= 0:
         _store_slice(rows, row_bytes, item, exact_at, pages)
     if item.packed_page < 0:
         return
     page = pages.packed + item.packed_page * pages.packed_bytes
-    packed_at = page + slice_index * size * element_bytes(pages.packed_kind)
-    scale_at = page + pages.scales_offset + slice_index
     block = item.position // pages.block_size
     offset = block_offset(pages, slice_index, block, scratch + size * 4)
     if item.from_page:
         load_exact(exact_at, size, pages.exact_kind, scratch)
-        seal(scratch, pages.head_dim * 4, pages, packed_at, scale_at, offset)
+        seal(scratch, pages.head_dim * 4, pages, page, slice_index, offset)
     else:
-        seal(rows, row_bytes, pages, packed_at, scale_at, offset)
+        seal(rows, row_bytes, pages, page, slice_index, offset)
 
 
 @njit(nogil=True)

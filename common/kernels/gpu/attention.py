@@ -1,4 +1,4 @@
-"""Paged attention for chunks and for decode: one program per (run, KV head).
+"""Paged attention for chunks and for decode: one program per (run, KV head, tile of its rows).
 
 A run is consecutive query tokens of one request; see `common.engine.batch.RUN_FIELDS`. Its rows are
 (token, head of the group). Blocks come in ascending order: block 0 exact, then the packed blocks
@@ -6,11 +6,14 @@ before each row's own, then the rows' own blocks exact, from the step's K and V 
 the page of the open block (decode). The same kernel serves both, with fewer rows for decode.
 """
 
+from functools import cache
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from common.kernels.gpu.store import block_offset
+from common.kernels.gpu.store import E4M3, INT4, INT8, block_offset
 from common.kernels.offsets import Offsets
 from common.pages import PageLayout
 
@@ -27,17 +30,59 @@ def decode_e4m3(data):
 
 
 @triton.jit
-def load_block(page, at, mask, scale_at, KIND: tl.constexpr):
-    """Elements `at` of a page of one kind, as fp32; `scale_at` is their scale's byte, for e4m3."""
+def decode_int8(data):
+    """-128 is NaN."""
+    whole = data.to(tl.int8, bitcast=True).to(tl.float32)
+    return tl.where(whole == -128.0, float("nan"), whole)
+
+
+@triton.jit
+def load_exact(page, at, mask, KIND: tl.constexpr):
+    """Elements `at` of an exact page, as fp32."""
     if KIND == 0:
         return tl.load(page.to(tl.pointer_type(tl.float32)) + at, mask=mask, other=0.0)
-    elif KIND == 1:
-        half = tl.load(page.to(tl.pointer_type(tl.uint16)) + at, mask=mask, other=0)
-        return (half.to(tl.uint32) << 16).to(tl.float32, bitcast=True)
     else:
-        code = tl.load(page + scale_at).to(tl.int32)
-        scale = (code << 23).to(tl.float32, bitcast=True)
-        return decode_e4m3(tl.load(page + at, mask=mask, other=0)) * scale
+        return from_bf16(tl.load(page.to(tl.pointer_type(tl.uint16)) + at, mask=mask, other=0))
+
+
+@triton.jit
+def from_bf16(half):
+    return (half.to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def load_packed(
+    page, at, mask, scale_at, offset, slots, dims,
+    KIND: tl.constexpr, IS_K: tl.constexpr, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr,
+):  # fmt: skip
+    """Elements `at` of a packed page, as fp32: what was sealed plus the offset [1, width].
+
+    `scale_at` is where the slice's scales stand in the page.
+    """
+    if KIND < 2:
+        return load_exact(page, at, mask, KIND)
+    elif KIND == INT4:
+        index = dims if IS_K else slots
+        count: tl.constexpr = HEAD_DIM if IS_K else BLOCK
+        place = (page + scale_at).to(tl.pointer_type(tl.uint16)) + index
+        factor = from_bf16(tl.load(place, mask=index < count, other=0))
+        low = from_bf16(tl.load(place + count, mask=index < count, other=0))
+        data = tl.load(page + at // 2, mask=mask, other=0).to(tl.int32)
+        whole = (data >> ((dims & 1) * 4)) & 0xF
+        return whole.to(tl.float32) * factor + (low + offset)
+    else:
+        data = tl.load(page + at, mask=mask, other=0)
+        if KIND == INT8:
+            scale = tl.load((page + scale_at).to(tl.pointer_type(tl.float32)))
+            return decode_int8(data) * scale + offset
+        else:
+            code = tl.load(page + scale_at).to(tl.int32)
+            scale = (code << 23).to(tl.float32, bitcast=True)
+            if KIND == E4M3:
+                return decode_e4m3(data) * scale + offset
+            else:
+                half = (data.to(tl.uint16) << 8).to(tl.float16, bitcast=True)
+                return half.to(tl.float32) * scale + offset
 
 
 @triton.jit
@@ -61,6 +106,7 @@ def attention_kernel(
     means_ptr, cos_ptr, sin_ptr,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr,
     WIDTH: tl.constexpr, ROWS: tl.constexpr, EXACT_KIND: tl.constexpr, PACKED_KIND: tl.constexpr,
+    K_SCALE: tl.constexpr, V_SCALE: tl.constexpr,
 ):  # fmt: skip
     run, head = tl.program_id(0), tl.program_id(1)
     fields = runs_ptr + run * 6
@@ -68,7 +114,11 @@ def attention_kernel(
     table = tables_ptr + tl.load(fields + 3) * tables_stride
     own_page, num_after = tl.load(fields + 4), tl.load(fields + 5)
 
-    row_index = tl.arange(0, ROWS)
+    first_token = tl.program_id(2) * ROWS // GROUP
+    if first_token >= count:
+        return
+    end_token = tl.minimum((tl.program_id(2) * ROWS + ROWS - 1) // GROUP + 1, count)
+    row_index = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
     tokens = row_index // GROUP
     is_row = tokens < count
     dims, slots = tl.arange(0, WIDTH), tl.arange(0, BLOCK)
@@ -91,31 +141,35 @@ def attention_kernel(
     acc = tl.zeros([ROWS, WIDTH], tl.float32)
 
     page = exact_ptr + tl.load(table).to(tl.int64) * exact_bytes
-    keys = load_block(page, k_at, slot_mask, 0, EXACT_KIND)
-    values = load_block(page, v_at, slot_mask, 0, EXACT_KIND)
+    keys = load_exact(page, k_at, slot_mask, EXACT_KIND)
+    values = load_exact(page, v_at, slot_mask, EXACT_KIND)
     seen = slots[None, :] <= positions[:, None]
     largest, sums, acc = softmax_step(q, keys, values, seen, largest, sums, acc)
 
-    v_mean = tl.load(means_ptr + v_slice * HEAD_DIM + dims, mask=dims < HEAD_DIM, other=0.0)
-    first_own = position // BLOCK
-    last_own = (position + count - 1) // BLOCK
+    v_offset = tl.load(means_ptr + v_slice * HEAD_DIM + dims, mask=dims < HEAD_DIM, other=0.0)
+    k_scale_at = scales_offset + first_slice // 2 * (K_SCALE + V_SCALE) + head * K_SCALE
+    v_scale_at = k_scale_at + (KV_HEADS - head) * K_SCALE + head * V_SCALE
+    first_own = (position + first_token) // BLOCK
+    last_own = (position + end_token - 1) // BLOCK
     for block in range(1, last_own):
         page = packed_ptr + tl.load(table + block).to(tl.int64) * packed_bytes
-        keys = load_block(page, k_at, slot_mask, scales_offset + k_slice, PACKED_KIND)
-        values = load_block(page, v_at, slot_mask, scales_offset + v_slice, PACKED_KIND)
-        if PACKED_KIND > 1:
-            keys += block_offset(means_ptr, cos_ptr, sin_ptr, k_slice, True, block, dims, HEAD_DIM)[
-                None, :
-            ]
-            values += v_mean[None, :]
+        k_offset = block_offset(means_ptr, cos_ptr, sin_ptr, k_slice, True, block, dims, HEAD_DIM)
+        keys = load_packed(
+            page, k_at, slot_mask, k_scale_at, k_offset[None, :], slots[:, None], dims[None, :],
+            PACKED_KIND, True, BLOCK, HEAD_DIM,
+        )  # fmt: skip
+        values = load_packed(
+            page, v_at, slot_mask, v_scale_at, v_offset[None, :], slots[:, None], dims[None, :],
+            PACKED_KIND, False, BLOCK, HEAD_DIM,
+        )  # fmt: skip
         seen = (own_blocks[:, None] > block) & (slots[None, :] >= 0)
         largest, sums, acc = softmax_step(q, keys, values, seen, largest, sums, acc)
 
     for block in range(tl.maximum(first_own, 1), last_own + 1):
         if own_page >= 0:
             page = exact_ptr + own_page * exact_bytes
-            keys = load_block(page, k_at, slot_mask, 0, EXACT_KIND)
-            values = load_block(page, v_at, slot_mask, 0, EXACT_KIND)
+            keys = load_exact(page, k_at, slot_mask, EXACT_KIND)
+            values = load_exact(page, v_at, slot_mask, EXACT_KIND)
         else:
             token = block * BLOCK - position + slots
             there = (token < count + num_after)[:, None] & is_dim
@@ -128,6 +182,26 @@ def attention_kernel(
 
     out_at = (row + tokens)[:, None] * out_stride + q_heads[:, None] * HEAD_DIM + dims[None, :]
     tl.store(out_ptr + out_at, acc / sums[:, None], mask=is_row[:, None] & is_dim)
+
+
+MAX_ROWS = 64
+"""Of one program: as many as leave its outputs and queries in registers (bench/aot.py)."""
+
+
+def rows_of(max_run_tokens: int, group: int, head_dim: int, is_ampere: bool) -> int:
+    """Rows of one program. Ampere's dot products keep more in registers, so there are fewer."""
+    most = MAX_ROWS // 2 if is_ampere and head_dim > 64 else MAX_ROWS
+    return min(most, max(16, triton.next_power_of_2(max_run_tokens * group)))
+
+
+def warps_of(rows: int) -> int:
+    return 8 if rows == MAX_ROWS else 4
+
+
+@cache
+def is_ampere(device: torch.device) -> bool:
+    is_nvidia = device.type == "cuda" and torch.version.hip is None
+    return is_nvidia and torch.cuda.get_device_capability(device)[0] == 8
 
 
 def attention(
@@ -160,14 +234,19 @@ def attention(
     assert runs.is_contiguous()
     assert tables.stride(1) == 1
     group = num_heads // layout.num_kv_heads
-    attention_kernel[(len(runs), layout.num_kv_heads)](
+    rows = rows_of(max_run_tokens, group, head_dim, is_ampere(q.device))
+    tiles = triton.cdiv(max_run_tokens * group, rows)
+    attention_kernel[(len(runs), layout.num_kv_heads, tiles)](
         q, q.stride(0), k, v, k.stride(0), out, out.stride(0), runs, tables, tables.stride(0),
         packed, layout.packed_page_bytes, exact, layout.exact_page_bytes,
         layer * 2 * layout.num_kv_heads, layout.scales_offset,
         offsets.means, offsets.cos, offsets.sin,
         KV_HEADS=layout.num_kv_heads, GROUP=group, BLOCK=layout.block_size, HEAD_DIM=head_dim,
         WIDTH=triton.next_power_of_2(head_dim),
-        ROWS=max(16, triton.next_power_of_2(max_run_tokens * group)),
+        ROWS=rows,
+        num_warps=warps_of(rows),
         EXACT_KIND=int(layout.codec.exact),
         PACKED_KIND=int(layout.codec.packed),
+        K_SCALE=layout.scale_bytes[0],
+        V_SCALE=layout.scale_bytes[1],
     )  # fmt: skip

@@ -12,29 +12,108 @@ from torch import Tensor
 from common.kernels.offsets import Offsets
 from common.pages import PageLayout
 
+MAGIC = tl.constexpr(12582912.0)
+"""1.5 * 2^23: added to a small float, it leaves the nearest integer in the low mantissa bits."""
+E4M3, E5M2, INT8, INT4 = (tl.constexpr(kind) for kind in (2, 3, 4, 5))
+
 
 @triton.jit
-def encode_e4m3(x):
-    """Bytes of x [..] fp32: nearest, ties to even, saturating at 448; not finite becomes NaN."""
+def encode_fp8(x, KIND: tl.constexpr):
+    """Bytes of x [..] fp32: nearest, ties to even, saturating; not finite becomes NaN."""
+    mantissa: tl.constexpr = 3 if KIND == E4M3 else 2
+    bias: tl.constexpr = 7 if KIND == E4M3 else 15
+    most: tl.constexpr = 0x43E00000 if KIND == E4M3 else 0x47600000
+    dropped: tl.constexpr = 23 - mantissa
     bits = x.to(tl.uint32, bitcast=True)
     size = bits & 0x7FFFFFFF
     is_bad = size >= 0x7F800000
-    size = tl.minimum(size, 0x43E00000)
-    normal = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - 960
-    steps = size.to(tl.float32, bitcast=True) * 512.0 + 12582912.0
+    size = tl.minimum(size, most)
+    half: tl.constexpr = (1 << (dropped - 1)) - 1
+    normal = ((size + half + ((size >> dropped) & 1)) >> dropped) - ((127 - bias) << mantissa)
+    per_one: tl.constexpr = 1 << (bias - 1 + mantissa)
+    steps = size.to(tl.float32, bitcast=True) * per_one + MAGIC
     subnormal = steps.to(tl.uint32, bitcast=True) & 0xF
-    code = tl.where(size < 0x3C800000, subnormal, normal)
+    code = tl.where(size < ((128 - bias) << 23), subnormal, normal)
     code = tl.where(is_bad, 0x7F, code | ((bits >> 24) & 0x80))
     return code.to(tl.uint8)
 
 
 @triton.jit
-def scale_code(amax):
-    """E8M0 code of the smallest power of two s with amax / s <= 448."""
+def scale_code(amax, KIND: tl.constexpr):
+    """E8M0 code of the smallest power of two s with amax / s <= the largest fp8 number."""
+    exponent: tl.constexpr = 8 if KIND == E4M3 else 15
     bits = amax.to(tl.int32, bitcast=True)
-    code = (bits >> 23) - 8 + ((bits & 0x7FFFFF) > 0x600000).to(tl.int32)
+    code = (bits >> 23) - exponent + ((bits & 0x7FFFFF) > 0x600000).to(tl.int32)
     code = tl.minimum(tl.maximum(code, 1), 237)
     return tl.where(bits == 0, 127, code)
+
+
+@triton.jit
+def round_bf16(x):
+    bits = x.to(tl.uint32, bitcast=True)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
+    return tl.where(x == x, rounded.to(tl.float32, bitcast=True), x)
+
+
+@triton.jit
+def upper_half(x):
+    return (x.to(tl.uint32, bitcast=True) >> 16).to(tl.uint16)
+
+
+@triton.jit
+def seal_fp8(block, amax, place, scale_at, mask, KIND: tl.constexpr):
+    code = scale_code(amax, KIND)
+    inverse = ((254 - code) << 23).to(tl.float32, bitcast=True)
+    tl.store(place, encode_fp8(block * inverse, KIND), mask=mask)
+    tl.store(scale_at, code.to(tl.uint8))
+
+
+@triton.jit
+def seal_int8(block, amax, place, scale_at, mask):
+    scale = tl.div_rn(amax, 127.0)
+    scale = tl.where(scale < 1.1754943508222875e-38, 1.0, scale)
+    value = tl.div_rn(block, scale + tl.zeros_like(block))
+    is_good = tl.abs(value) < float("inf")
+    whole = (value + MAGIC).to(tl.int32, bitcast=True)
+    tl.store(place, tl.where(is_good, whole, 128).to(tl.uint8), mask=mask)
+    tl.store(scale_at.to(tl.pointer_type(tl.float32)), scale)
+
+
+@triton.jit
+def seal_int4(
+    block, slice_at, scale_at, is_k, slots, dims,
+    BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """K with a factor and a minimum for each channel, V for each token."""
+    is_dim = dims < HEAD_DIM
+    nothing = tl.zeros_like(block)
+    finite = tl.where(tl.abs(block) < float("inf"), block, 0.0)
+    lows = tl.where(is_dim, finite, float("inf"))
+    highs = tl.where(is_dim, finite, float("-inf"))
+    odds = tl.where(is_dim & (tl.abs(block) < float("inf")), 0, is_dim.to(tl.int32))
+    low = tl.where(is_k, tl.min(lows, axis=0)[None, :], tl.min(lows, axis=1)[:, None]) + nothing
+    high = tl.where(is_k, tl.max(highs, axis=0)[None, :], tl.max(highs, axis=1)[:, None]) + nothing
+    odd = tl.where(is_k, tl.sum(odds, axis=0)[None, :], tl.sum(odds, axis=1)[:, None])
+    low = round_bf16(tl.where(low > -1e38, low, -1e38) + 0.0)
+    high = tl.where(high < 1e38, high, 1e38)
+    factor = round_bf16(tl.div_rn(high - low, nothing + 15.0))
+    factor = tl.where(factor >= 1.1754943508222875e-38, factor, 1.0)
+    factor = tl.where(odd == 0, factor, float("nan"))
+    index = tl.where(is_k, dims, slots)
+    is_first = tl.where(is_k, slots, dims) == 0
+    count = tl.where(is_k, HEAD_DIM, BLOCK)
+    place = scale_at.to(tl.pointer_type(tl.uint16)) + index
+    tl.store(place, upper_half(factor), mask=is_first & is_dim)
+    tl.store(place + count, upper_half(low), mask=is_first & is_dim)
+    steps = tl.div_rn(block - low, factor)
+    steps = tl.where(steps < 15.0, steps, 15.0)
+    steps = tl.where(steps > 0.0, steps, 0.0)
+    whole = (steps + MAGIC).to(tl.int32, bitcast=True) & 0xF
+    pairs = tl.reshape(whole, [BLOCK, WIDTH // 2, 2])
+    pairs = pairs << (tl.arange(0, 2) * 4)[None, None, :]
+    pair = tl.arange(0, WIDTH // 2)[None, :]
+    at = slice_at + slots * (HEAD_DIM // 2) + pair
+    tl.store(at, tl.sum(pairs, axis=2).to(tl.uint8), mask=pair * 2 < HEAD_DIM)
 
 
 @triton.jit
@@ -61,7 +140,8 @@ def store_kernel(
     k_ptr, v_ptr, row_stride, items_ptr, packed_ptr, packed_bytes, exact_ptr, exact_bytes,
     first_slice, scales_offset, means_ptr, cos_ptr, sin_ptr,
     KV_HEADS: tl.constexpr, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr,
-    EXACT_KIND: tl.constexpr, PACKED_KIND: tl.constexpr,
+    EXACT_KIND: tl.constexpr, PACKED_KIND: tl.constexpr, K_SCALE: tl.constexpr,
+    V_SCALE: tl.constexpr,
 ):  # fmt: skip
     item, head, which = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     fields = items_ptr + item * 6
@@ -106,13 +186,19 @@ def store_kernel(
             block -= block_offset(
                 means_ptr, cos_ptr, sin_ptr, slice_index, which == 0, number, dims, HEAD_DIM
             )
-            size = tl.abs(block)
-            is_counted = is_dim & (size < float("inf"))
-            amax = tl.max(tl.max(tl.where(is_counted, size, 0.0), axis=1), axis=0)
-            code = scale_code(amax)
-            inverse = ((254 - code) << 23).to(tl.float32, bitcast=True)
-            tl.store(page + slice_at, encode_e4m3(block * inverse), mask=is_dim)
-            tl.store(page + scales_offset + slice_index, code.to(tl.uint8))
+            scale_at = page + scales_offset + first_slice // 2 * (K_SCALE + V_SCALE)
+            scale_at += tl.where(which == 0, head * K_SCALE, KV_HEADS * K_SCALE + head * V_SCALE)
+            if PACKED_KIND == INT4:
+                first = page + slice_index * BLOCK * HEAD_DIM // 2
+                seal_int4(block, first, scale_at, which == 0, slots, dims, BLOCK, HEAD_DIM, WIDTH)
+            else:
+                size = tl.abs(block)
+                is_counted = is_dim & (size < float("inf"))
+                amax = tl.max(tl.max(tl.where(is_counted, size, 0.0), axis=1), axis=0)
+                if PACKED_KIND == INT8:
+                    seal_int8(block, amax, page + slice_at, scale_at, is_dim)
+                else:
+                    seal_fp8(block, amax, page + slice_at, scale_at, is_dim, PACKED_KIND)
 
 
 def store(
@@ -145,4 +231,6 @@ def store(
         WIDTH=triton.next_power_of_2(layout.head_dim),
         EXACT_KIND=int(layout.codec.exact),
         PACKED_KIND=int(layout.codec.packed),
+        K_SCALE=layout.scale_bytes[0],
+        V_SCALE=layout.scale_bytes[1],
     )  # fmt: skip
