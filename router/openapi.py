@@ -135,12 +135,13 @@ def _bodies(model: str, vocab_size: int, ids: Schema) -> dict[str, tuple[Schema,
         "type": "object",
         "properties": {
             "role": {"enum": ["system", "developer", "user", "assistant", "tool"]},
-            "content": {"type": ["string", "null"]},
+            "content": {"type": ["string", "null", "array"]},
         },
         "required": ["role"],
     }
+    blocks = {"anyOf": [_TEXT, _list(_OBJECT)]}
     turn = message | {
-        "properties": {"role": {"enum": ["user", "assistant"]}, "content": _TEXT},
+        "properties": {"role": {"enum": ["user", "assistant"]}, "content": blocks},
         "required": ["role", "content"],
     }
     common = _sampling(model, vocab_size)
@@ -168,7 +169,7 @@ def _bodies(model: str, vocab_size: int, ids: Schema) -> dict[str, tuple[Schema,
         "model": {"enum": [model]},
         "messages": _list(turn, 1, 64),
         "max_tokens": _integer(1, _INT64),
-        "system": _TEXT,
+        "system": blocks,
         "stream": _FLAG,
         "temperature": _number(0, 2),
         "top_k": common["top_k"],

@@ -193,9 +193,9 @@ def test_an_answer_goes_on_after_a_loss(
     async def work(f: Fleet) -> None:
         client = f.client()
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(client.generate(prompt, formed(s))) for s in range(3)]
+            tasks = [group.create_task(client.generate(prompt, formed(s))) for s in range(2)]
         wholes = [task.result().tokens[0] for task in tasks]
-        cuts = [(seed, cut) for seed in range(3) for cut in (1, 2, 7, 12)]
+        cuts = [(seed, cut) for seed in range(2) for cut in (1, 2, 9)]
         async with asyncio.TaskGroup() as group:
             rests = [
                 group.create_task(resumed(client, prompt, wholes[seed][:cut], seed))
