@@ -38,7 +38,15 @@ class Serving:
         return workers
 
     def worker(self, role: str) -> dict[str, Any]:
-        return next(worker for worker in self.fleet() if worker["role"] == role)
+        """Waits for it: `ready` comes with the first workers that can answer together."""
+        found: list[dict[str, Any]] = []
+
+        def look() -> bool:
+            found[:] = [worker for worker in self.fleet() if worker["role"] == role]
+            return bool(found)
+
+        assert wait_for(look, START_TIMEOUT_S), f"no {role} worker"
+        return found[0]
 
     def metric(self, role: str, name: str, **labels: str) -> float:
         """The sum over all workers of the role."""

@@ -104,6 +104,7 @@ class RouterConfig:
 
     def __post_init__(self) -> None:
         check_directory("model", self.model)
+        check_not_empty("served_model_name", self.served_model_name)
         for name, address in (("http", self.http), ("grpc", self.grpc), ("metrics", self.metrics)):
             check_address(name, address)
         check_distinct({"http": self.http, "grpc": self.grpc, "metrics": self.metrics})
@@ -274,6 +275,7 @@ class ServeConfig:
     def __post_init__(self) -> None:
         if self.model is not None:
             check_directory("model", self.model)
+        check_not_empty("served_model_name", self.served_model_name)
         for name in ("prefill", "decode", "colocated"):
             check_at_least(name, getattr(self, name), 0)
         if self.decode + self.colocated == 0:
@@ -282,7 +284,7 @@ class ServeConfig:
             check_address(name, getattr(self, name))
         check_distinct({"http": self.http, "grpc": self.grpc, "metrics": self.metrics})
         check_at_least("kv_blocks", self.kv_blocks, 1)
-        check_chunk(self.chunk_tokens or 512, self.block_size or 16)
+        check_chunk(512 if self.chunk_tokens is None else self.chunk_tokens, self.block_size or 16)
         check_at_least("threads", self.threads, 1)
         check_positive("start_timeout_s", self.start_timeout_s)
         check_positive("drain_s", self.drain_s)
@@ -610,6 +612,11 @@ def check_plaintext(name: str, address: str, config: RouterConfig | WorkerConfig
             f"{flag(name)} {address} is beyond this machine and would be plain text;"
             " use --internal-tls, or permit it with --insecure-internal"
         )
+
+
+def check_not_empty(name: str, text: str | None) -> None:
+    if text is not None and not text.strip():
+        raise ConfigError(f"{flag(name)} is empty")
 
 
 def check_directory(name: str, directory: str) -> None:

@@ -277,7 +277,7 @@ async def serve(
     except RuntimeError:
         port = 0
     if port == 0:
-        raise ConfigError(f"cannot listen on {address}: is the port taken?")
+        raise ConfigError(f"--listen {address}: cannot listen: is the port taken?")
     await server.start()
     return RpcServer(server, port)
 

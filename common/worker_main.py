@@ -81,9 +81,7 @@ def run_worker(config: WorkerConfig, assemble: Assemble) -> int:
     try:
         anyio.run(_run, config, assemble, backend_options={"use_uvloop": True})
     except BaseExceptionGroup as group:
-        for error in _leaves(group):
-            log.error("stopped by: %s", error, exc_info=error)
-        return 1
+        return _explain(_leaves(group))
     except ConfigError as error:
         log.error("%s", error)
         return 2
@@ -187,6 +185,14 @@ class _Ending:
             log.error("giving up: %s", reason)
         self.reason = self.reason or reason
         self.event.set()
+
+
+def _explain(errors: list[BaseException]) -> int:
+    """Logs what ended the worker; a traceback only where it is a defect of ours."""
+    for error in errors:
+        expected = isinstance(error, TandemError)
+        log.error("%s", error, exc_info=None if expected else error)
+    return 2 if all(isinstance(error, ConfigError) for error in errors) else 1
 
 
 def _leaves(group: BaseExceptionGroup[BaseException]) -> list[BaseException]:

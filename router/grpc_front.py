@@ -145,6 +145,9 @@ class HealthOfFleet(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
         states = health_pb2.HealthCheckResponse
         return states(status=states.SERVING if is_ready else states.NOT_SERVING)
 
+    async def Watch(self, request: Any, context: Any) -> Any:
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "use Check; Watch is not offered")
+
 
 class _Generate:
     def __init__(self, service: TextService) -> None:

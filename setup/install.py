@@ -47,11 +47,16 @@ def main() -> int:
     parser.add_argument(
         "--torch-index", metavar="URL", default=None, help="take torch from this package index"
     )
+    parser.add_argument(
+        "--no-kernels", action="store_true", help="do not compile the CPU kernels now"
+    )
     options = parser.parse_args()
     try:
         with Path(__file__).open() as lock:
             take_turn(lock.fileno())
-            install(options.test, options.device, options.torch_index)
+            install_packages(options.test, options.device, options.torch_index)
+            if not options.no_kernels:
+                install_kernels()
     except SetupFailed as failure:
         print(f"setup: {failure}", file=sys.stderr)
         return 2
@@ -69,8 +74,7 @@ def take_turn(descriptor: int) -> None:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
 
 
-def install(test: bool, device: str, torch_index: str | None) -> None:
-    install_packages(test, device, torch_index)
+def install_kernels() -> None:
     kernels, stamp = kernel_fingerprint(), VENV / "stamp-kernels"
     if not is_stamped(stamp, kernels):
         step("compiling the CPU kernels, once", compile_kernels)
