@@ -190,7 +190,7 @@ MAX_ROWS = 64
 
 def rows_of(max_run_tokens: int, group: int, head_dim: int, is_ampere: bool) -> int:
     """Rows of one program. Ampere's dot products keep more in registers, so there are fewer."""
-    most = MAX_ROWS // 2 if is_ampere and head_dim > 64 else MAX_ROWS
+    most = MAX_ROWS // 4 if is_ampere and head_dim > 64 else MAX_ROWS
     return min(most, max(16, triton.next_power_of_2(max_run_tokens * group)))
 
 
