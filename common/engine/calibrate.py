@@ -24,7 +24,7 @@ from common.scheduling.plan import OutputStart, PrefillChunk, StepPlan
 from common.types import SamplingParams
 
 WINDOW_TOKENS = 1024
-NUM_WINDOWS = 12
+NUM_WINDOWS = 24
 CHUNK_TOKENS = 512
 KEY = "calibrate/0"
 
