@@ -62,7 +62,7 @@ class GenerateRequest:
     """Time since the router first saw the request; older ones are evicted last."""
 
 
-# --- Watch ----------------------------------------------------------------------------------------
+# --- Watch -------------------------------------------------------------------------------------
 
 
 @wire_message
@@ -105,7 +105,7 @@ class WorkerState:
     protocol: int = PROTOCOL_VERSION
 
 
-# --- Session --------------------------------------------------------------------------------------
+# --- Session -----------------------------------------------------------------------------------
 
 
 @wire_message
@@ -213,13 +213,14 @@ class Failed:
         return from_code(self.code, self.message, self.retry_after_s)
 
 
-# --- Handoff --------------------------------------------------------------------------------------
+# --- Handoff -----------------------------------------------------------------------------------
 
 
 @wire_message
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HandoffRequest:
-    """First message of a hand-off. The receiver already holds the leading `num_held_blocks` blocks.
+    """First message of a hand-off. The receiver already holds the leading `num_held_blocks`
+    blocks.
     """
 
     request: GenerateRequest
@@ -265,7 +266,7 @@ class PagesTaken:
     blocks: tuple[int, ...]
 
 
-# --- Link -----------------------------------------------------------------------------------------
+# --- Link --------------------------------------------------------------------------------------
 
 
 @wire_message

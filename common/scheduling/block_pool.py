@@ -102,7 +102,8 @@ class BlockPool:
         self._hashes[block_id] = None
 
     def check_invariants(self, holders: Mapping[BlockId, int] | None = None) -> None:
-        """Raises AssertionError. `holders` maps each block to the number of holders that name it.
+        """Raises AssertionError. `holders` maps each block to the number of holders that name
+        it.
         """
         free, cached = set(self._free), set(self._cached)
         assert len(free) == len(self._free), "a block is free twice"

@@ -83,7 +83,8 @@ class TagOrder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
-    """One forward pass. `decodes` are columns: one new token for each key, fed with its last token.
+    """One forward pass. `decodes` are columns: one new token for each key, fed with its last
+    token.
     """
 
     step: int

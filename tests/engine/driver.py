@@ -10,11 +10,13 @@ Every request's logits are kept, one row per generated token, so tests can compa
 """
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from common.engine.backend import Backend
 from common.engine.batch import StepBatch
 from common.engine.runner import ModelRunner
 from common.scheduling.plan import (
@@ -31,15 +33,15 @@ from common.types import SamplingParams
 class LogitsTap:
     """A backend that keeps the logits of the last step."""
 
-    def __init__(self, backend: object) -> None:
+    def __init__(self, backend: Backend) -> None:
         self._backend = backend
         self.logits: Tensor | None = None
 
     def forward(self, batch: StepBatch, num_layers: int | None = None) -> Tensor:
-        self.logits = self._backend.forward(batch, num_layers)  # type: ignore[attr-defined]
+        self.logits = self._backend.forward(batch, num_layers)
         return self.logits
 
-    def __getattr__(self, name: str) -> object:
+    def __getattr__(self, name: str) -> Any:
         return getattr(self._backend, name)
 
 

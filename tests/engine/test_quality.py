@@ -14,7 +14,7 @@ import torch
 
 from common.config import CalibrateConfig, QualityConfig
 from common.engine import calibrate, quality
-from common.engine.offsets import load_means, means_hash, open_offsets
+from common.engine.offsets import load_means, means_hash, open_offsets, save_means
 from common.engine.rope import rope_tables
 from common.engine.runner import load_runner
 from common.errors import UnsupportedModel
@@ -167,6 +167,6 @@ def test_offsets_bring_a_biased_model_closer_to_fp32(tmp_path: Path) -> None:
     exact, without = logits("fp32"), logits("fp8_e4m3")
     runner = make_runner(tmp_path, codec="fp32")
     windows = np.random.default_rng(3).integers(0, 331, (4, 256)).astype(np.int32)
-    calibrate.save_means(tmp_path, calibrate.measure(runner, windows), {})
+    save_means(tmp_path, calibrate.measure(runner, windows), {})
     with_offsets = logits("fp8_e4m3")
     assert np.abs(with_offsets - exact).mean() < np.abs(without - exact).mean()

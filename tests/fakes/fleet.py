@@ -383,9 +383,7 @@ class Client:
                     worker = self._fleet.workers.get(self._prefill or "")
                     incarnation = None if worker is None else worker.identity.incarnation
                     await self.stream.send(
-                        Route(
-                            request_id=request_id, prefill=self._prefill, incarnation=incarnation
-                        )
+                        Route(request_id=request_id, prefill=self._prefill, incarnation=incarnation)
                     )
             case PrefillDone(request_id=request_id):
                 outputs = self._outputs[request_id][0]

@@ -308,7 +308,7 @@ def test_every_e4m3_byte_is_read_as_torch_reads_it() -> None:
 def widen(source, zeros, target):  # type: ignore[no-untyped-def]
     for i in range(0, 256, 16):
         factor = np.float32(0.25 * 256)
-        simd.widen_e4m3(source + i, factor, zeros, target + i * 4)  # type: ignore[call-arg]
+        simd.widen_e4m3(source + i, factor, zeros, target + i * 4)
 
 
 @pytest.mark.parametrize("codec", CODECS)

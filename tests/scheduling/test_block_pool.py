@@ -1,4 +1,5 @@
-"""The block pool against a naive model, over thousands of random schedules (B83, B95, B96, B142).
+"""The block pool against a naive model, over thousands of random schedules (B83, B95, B96,
+B142).
 """
 
 import time
