@@ -15,7 +15,7 @@ from bench.serve import exposed_transfers
 from bench.serving import Launched, serving
 
 PROMPT_TOKENS, CHUNK_TOKENS, BLOCK_SIZE, OUTPUT_TOKENS = 4096, 512, 16, 32
-REPEATS = 3
+REPEATS = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
