@@ -1,5 +1,5 @@
-"""Offsets and codecs cost what docs/quality.md says; a few windows here, all of them in `make
-bench-quality`.
+"""Offsets and codecs cost what docs/quality.md says; a few windows here, all of them with
+`tandem quality`.
 """
 
 import argparse
