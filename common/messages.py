@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.errors import MalformedMessage, TandemError, from_code
+from common.scheduling.step_time import StepTimes
 from common.types import (
     FinishReason,
     PromptLogprobs,
@@ -102,7 +103,34 @@ class WorkerState:
     waiting: int
     num_queued_tokens: int
     """Prompt tokens accepted and not computed yet."""
+    num_decodes: int = 0
+    """Outputs that get a token in every step."""
+    num_context_tokens: int = 0
+    """Tokens in the caches of these outputs, together."""
+    chunk_tokens: int = 0
+    """Prompt tokens that a step may carry at present."""
+    step_times: StepTimes | None = None
+    """None until enough steps were measured."""
+    handoff_s: float = 0.0
+    """At a decode worker: what a hand-off adds to the time to first token, measured."""
     protocol: int = PROTOCOL_VERSION
+
+
+@wire_message
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvEvents:
+    """Changes of a worker's prefix cache, in order, on its Watch stream.
+
+    `stored` and `removed` hold 16-byte block hashes one after another; removals come first. The
+    first message of a stream is a snapshot (several ones, when it is large: only the first has
+    `is_snapshot`), so a new stream resynchronises by itself. `sequence` counts the messages of one
+    stream from 0 on; a gap means that the stream must be opened anew.
+    """
+
+    sequence: int
+    stored: bytes = b""
+    removed: bytes = b""
+    is_snapshot: bool = False
 
 
 # --- Session -----------------------------------------------------------------------------------
@@ -160,6 +188,16 @@ class Cancel:
 
     request_id: RequestId
     output_index: int | None = None
+
+
+@wire_message
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkBudget:
+    """From the router: at most so many prompt tokens in a step that also carries decodes. Holds
+    as long as the session; with several sessions the smallest holds.
+    """
+
+    max_tokens: int
 
 
 @wire_message
