@@ -17,6 +17,7 @@ from common.messages import PROTOCOL_VERSION, PoolLoad, Watch, WorkerState
 from common.rpc import Stream
 from common.scheduling.block_hash import root_hash
 from common.scheduling.plan import LandingMove, LandingResult, StepPlan, StepResult
+from common.scheduling.step_time import StepTimes
 from common.types import Role
 
 WATCH_INTERVAL_S = 0.05
@@ -79,6 +80,10 @@ class Load:
     waiting: int
     num_queued_tokens: int
     max_prompt_tokens: int
+    num_decodes: int = 0
+    num_context_tokens: int = 0
+    chunk_tokens: int = 0
+    step_times: StepTimes | None = None
 
 
 class WatchService:
@@ -136,6 +141,10 @@ class WatchService:
             running=load.running,
             waiting=load.waiting,
             num_queued_tokens=load.num_queued_tokens,
+            num_decodes=load.num_decodes,
+            num_context_tokens=load.num_context_tokens,
+            chunk_tokens=load.chunk_tokens,
+            step_times=load.step_times,
         )
 
 

@@ -6,12 +6,15 @@ the router's.
 
 import threading
 from collections.abc import Callable, Iterable
+from dataclasses import fields
+from functools import partial
 from wsgiref.simple_server import WSGIServer
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
 
 from common.addresses import split_address
 from common.errors import ConfigError
+from common.scheduling.step_time import StepTimes
 from common.worker import Load
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
@@ -66,6 +69,12 @@ class WorkerMetrics:
             "link_bytes_per_second", "Self-test read when a link came up", ("source",)
         )
         self.preemptions = counter("preemptions", "Requests evicted to make room")
+        self.step_times = gauge(
+            "step_time_model_seconds",
+            "Fitted time of a step, and of each unit of work in it (0 until measured)",
+            ("unit",),
+        )
+        self.chunk_tokens = gauge("chunk_tokens", "Prompt tokens a step may carry at present")
         self.finished = counter("requests_finished", "Requests by how they ended", ("reason",))
         self.errors = counter("errors", "Errors by type", ("code",))
 
@@ -73,9 +82,19 @@ class WorkerMetrics:
         """Gauges of the load are read when they are scraped, so they are never behind."""
         self.running.set_function(lambda: load().running)
         self.waiting.set_function(lambda: load().waiting)
+        self.chunk_tokens.set_function(lambda: load().chunk_tokens)
+        for unit in fields(StepTimes):
+            name = unit.name
+            self.step_times.labels(name.removesuffix("_s")).set_function(
+                partial(_step_time, load, name)
+            )
         self.blocks.labels("free").set_function(lambda: load().blocks.free)
         self.blocks.labels("cached").set_function(lambda: load().blocks.cached)
         self.blocks.labels("held").set_function(lambda: load().blocks.held)
+
+
+def _step_time(load: Callable[[], Load], name: str) -> float:
+    return getattr(load().step_times, name, 0.0)
 
 
 class MetricsServer:

@@ -174,6 +174,7 @@ class BatchScheduler:
         self._pinned: list[Entry] = []
         self._drops: list[OutputKey] = []
         self._num_outputs = 0
+        self._num_context_tokens = 0
         self._arrivals = 0
         self._steps = 0
 
@@ -189,6 +190,21 @@ class BatchScheduler:
     @property
     def num_queued_tokens(self) -> int:
         return self._queue.num_queued_tokens + sum(entry.num_tokens for entry in self._waiting)
+
+    @property
+    def num_decodes(self) -> int:
+        """Outputs that get a token in every step."""
+        return len(self._running)
+
+    @property
+    def num_context_tokens(self) -> int:
+        """Tokens in the caches of these outputs, together."""
+        return self._num_context_tokens
+
+    @property
+    def chunk_tokens(self) -> int:
+        """Prompt tokens that a step may carry at present."""
+        return self._chunk_tokens
 
     @property
     def max_request_tokens(self) -> int:
@@ -430,6 +446,7 @@ class BatchScheduler:
             for output in entry.outputs:
                 if not output.has_ended:
                     self._running[output.key] = output
+                    self._num_context_tokens += output.num_tokens
 
     # --- steps ---------------------------------------------------------------------------------
 
@@ -577,6 +594,7 @@ class BatchScheduler:
             output = self._running.get(key)
             if output is not None:
                 self._computed(output)
+                self._num_context_tokens += 1
                 self._take(output, result.token_ids[row], result.logprobs[row], facts)
             row += 1
         return facts
@@ -662,7 +680,8 @@ class BatchScheduler:
         facts.ended.append(request_id)
 
     def _drop(self, output: Output) -> None:
-        self._running.pop(output.key, None)
+        if self._running.pop(output.key, None) is not None:
+            self._num_context_tokens -= output.num_tokens
         self._num_outputs -= 1
         if output.is_started or output.entry.state is State.LOCAL:
             self._drops.append(output.key)
@@ -686,6 +705,7 @@ class BatchScheduler:
         assert {id(e) for e in self._waiting} == {
             id(e) for e in entries if e.state is State.WAITING
         }
+        assert self._num_context_tokens == sum(o.num_tokens for o in self._running.values())
         for output in self._running.values():
             assert output.entry.state is State.RUNNING
             assert not output.has_ended

@@ -37,6 +37,8 @@ from common.request_checks import checked_tokens
 from common.rpc import Handler, Stream
 from common.scheduling.block_hash import HashChain
 from common.scheduling.kv_cache import KvCache
+from common.scheduling.step_fit import StepFit
+from common.scheduling.step_time import StepShape
 from common.types import RequestId
 from common.worker import Device, HashRoots, Identity, Load, WatchService
 from common.worker_metrics import WorkerMetrics
@@ -103,6 +105,7 @@ class DecodeService:
         self._clock = clock
         self._metrics = metrics
         self._events = events
+        self._step_fit = StepFit()
         self._roots = HashRoots(identity.model_fingerprint, identity.block_size)
         self._requests: dict[RequestId, _Request] = {}
         self._sessions: set[_Session] = set()
@@ -126,6 +129,10 @@ class DecodeService:
             waiting=self._scheduler.num_waiting,
             num_queued_tokens=self._scheduler.num_queued_tokens,
             max_prompt_tokens=self._scheduler.max_request_tokens,
+            num_decodes=self._scheduler.num_decodes,
+            num_context_tokens=self._scheduler.num_context_tokens,
+            chunk_tokens=self._scheduler.chunk_tokens,
+            step_times=self._step_fit.times,
         )
 
     async def drained(self) -> None:
@@ -148,8 +155,10 @@ class DecodeService:
                 self._wake.clear()
                 await self._wake.wait()
                 continue
+            shape = StepShape.of(plan, self._scheduler.num_context_tokens)
             result = await self._device.execute(plan)
             self._metrics.step.observe(result.duration_s)
+            self._step_fit.observe(shape, result.duration_s)
             self._tell(self._scheduler.apply(plan, result, self._clock.now()))
             self.watch.changed()
 

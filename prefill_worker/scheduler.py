@@ -63,6 +63,7 @@ class PrefillScheduler:
         self._queue = PromptQueue(cache)
         self._chains: dict[OutputKey, _Chain] = {}
         self._in_flight: StepPlan | None = None
+        self._has_stored = False
         self._aborted: dict[OutputKey, Prompt] = {}
         self._drops: list[OutputKey] = []
         self._handed_out: Counter[tuple[PageKind, BlockId]] = Counter()
@@ -79,6 +80,11 @@ class PrefillScheduler:
     @property
     def num_queued_tokens(self) -> int:
         return self._queue.num_queued_tokens
+
+    @property
+    def chunk_tokens(self) -> int:
+        """Prompt tokens that a step may carry."""
+        return self._chunk_tokens
 
     def add(
         self,
@@ -114,6 +120,7 @@ class PrefillScheduler:
         if not chunks and not drops:
             return None
         self._steps += 1
+        self._has_stored = False
         self._in_flight = StepPlan(
             step=self._steps,
             starts=starts,
@@ -124,10 +131,19 @@ class PrefillScheduler:
         )
         return self._in_flight
 
-    def apply(self, plan: StepPlan, result: StepResult, now: float) -> list[Fact]:
+    def stored(self, plan: StepPlan) -> list[ChunkComputed]:
+        """The step's pages are complete and tagged, its samples are still to come: the pages are
+        handed out. `apply` does it when nobody has.
+        """
         assert plan is self._in_flight
+        if self._has_stored:
+            return []
+        self._has_stored = True
+        return [self._hand_out(chunk) for chunk in plan.chunks if chunk.key not in self._aborted]
+
+    def apply(self, plan: StepPlan, result: StepResult, now: float) -> list[Fact]:
+        facts: list[Fact] = [*self.stored(plan)]
         self._in_flight = None
-        facts: list[Fact] = []
         row = 0
         for chunk in plan.chunks:
             has_failed = chunk.key in result.failed
@@ -169,7 +185,6 @@ class PrefillScheduler:
         prompt = self._queue.apply(chunk)
         assert prompt is not None
         assert prompt.table is not None
-        facts: list[Fact] = []
         if has_failed:
             if self._queue.get(chunk.key) is not None:
                 self._queue.remove(chunk.key)
@@ -179,22 +194,27 @@ class PrefillScheduler:
         end = chunk.start + chunk.num_tokens
         prompt.logprobs += [part for key, part in result.prompt_logprobs if key == chunk.key]
         self._cache.name(prompt.table, chain.full, end // self._cache.block_size)
-        pages = self._finished_pages(prompt, chain, end)
+        if not chunk.num_outputs:
+            return []
+        self._free(prompt)
+        return [
+            PromptComputed(
+                key=chunk.key,
+                token_ids=result.token_ids[rows],
+                logprobs=result.logprobs[rows],
+                num_cached_tokens=prompt.num_cached_tokens,
+                prompt_logprobs=prompt.prompt_logprobs,
+            )
+        ]
+
+    def _hand_out(self, chunk: PrefillChunk) -> ChunkComputed:
+        prompt = self._queue.get(chunk.key)
+        assert prompt is not None
+        end = chunk.start + chunk.num_tokens
+        pages = self._finished_pages(prompt, self._chains[chunk.key], end)
         self._cache.hold((page.kind, page.block_id) for page in pages)
         self._handed_out.update((page.kind, page.block_id) for page in pages)
-        facts.append(ChunkComputed(key=chunk.key, num_tokens=chunk.num_tokens, pages=pages))
-        if chunk.num_outputs:
-            facts.append(
-                PromptComputed(
-                    key=chunk.key,
-                    token_ids=result.token_ids[rows],
-                    logprobs=result.logprobs[rows],
-                    num_cached_tokens=prompt.num_cached_tokens,
-                    prompt_logprobs=prompt.prompt_logprobs,
-                )
-            )
-            self._free(prompt)
-        return facts
+        return ChunkComputed(key=chunk.key, num_tokens=chunk.num_tokens, pages=pages)
 
     def _finished_pages(self, prompt: Prompt, chain: _Chain, end: int) -> tuple[Page, ...]:
         """Pages from the last announced block up to position `end`; the open block's only at the
