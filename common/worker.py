@@ -16,6 +16,7 @@ from common.errors import MalformedMessage
 from common.messages import PROTOCOL_VERSION, PoolLoad, Watch, WorkerState
 from common.rpc import Stream
 from common.scheduling.block_hash import root_hash
+from common.scheduling.cache_events import CacheFeed
 from common.scheduling.plan import LandingMove, LandingResult, StepPlan, StepResult
 from common.scheduling.step_time import StepTimes
 from common.types import Role
@@ -84,14 +85,21 @@ class Load:
     num_context_tokens: int = 0
     chunk_tokens: int = 0
     step_times: StepTimes | None = None
+    handoff_s: float = 0.0
 
 
 class WatchService:
-    """Tells routers who this worker is, and its load whenever that changes."""
+    """Tells routers who this worker is, its load whenever that changes, and what comes into its
+    prefix cache and goes out of it.
+    """
 
-    def __init__(self, identity: Identity, load: Callable[[], Load]) -> None:
+    def __init__(
+        self, identity: Identity, load: Callable[[], Load], feed: Callable[[], CacheFeed]
+    ) -> None:
+        """`feed` begins a new reading of the prefix cache."""
         self._identity = identity
         self._load = load
+        self._feed = feed
         self._changes: set[asyncio.Event] = set()
         self.is_draining = False
 
@@ -115,11 +123,14 @@ class WatchService:
         change = asyncio.Event()
         change.set()
         self._changes.add(change)
+        feed = self._feed()
         try:
             while True:
                 await change.wait()
                 change.clear()
                 await stream.send(self.state())
+                for events in feed.take():
+                    await stream.send(events)
                 await anyio.sleep(WATCH_INTERVAL_S)
         finally:
             self._changes.discard(change)
@@ -145,6 +156,7 @@ class WatchService:
             num_context_tokens=load.num_context_tokens,
             chunk_tokens=load.chunk_tokens,
             step_times=load.step_times,
+            handoff_s=load.handoff_s,
         )
 
 

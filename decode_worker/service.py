@@ -112,7 +112,7 @@ class DecodeService:
         self._pulls: dict[RequestId, anyio.CancelScope] = {}
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
-        self.watch = WatchService(identity, self._load)
+        self.watch = WatchService(identity, self._load, cache.feed)
         metrics.watch_load(self._load)
 
     def use(self, puller: Puller) -> None:

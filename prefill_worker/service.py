@@ -109,7 +109,7 @@ class PrefillService:
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
         self._num_handoffs = 0
-        self.watch = WatchService(identity, self._load)
+        self.watch = WatchService(identity, self._load, cache.feed)
         metrics.watch_load(self._load)
 
     def handlers(self) -> dict[str, Handler]:

@@ -1,5 +1,5 @@
-"""Finds the workers and keeps in touch: names to addresses, one Watch per address, one session per
-decode worker.
+"""Finds the workers and keeps in touch: names to addresses, one Watch per address (states, and
+changes of the prefix cache), one session per decode worker.
 
 `Discovery.run` owns everything: a loop per configured entry resolves its name again and again, and
 every address found gets a task that lives until the name no longer leads there and the worker has
@@ -17,7 +17,7 @@ from anyio.abc import TaskGroup
 
 from common.addresses import join_address, split_address
 from common.errors import MalformedMessage, TandemError, WorkerLost
-from common.messages import PROTOCOL_VERSION, Hello, Watch, WorkerState
+from common.messages import PROTOCOL_VERSION, Hello, KvEvents, Watch, WorkerState
 from common.rpc import Connect, Peer, Stream
 from router.dispatch import Dispatcher
 from router.fleet import Fleet, Worker
@@ -125,30 +125,55 @@ class Discovery:
         self._dispatcher.fleet_changed()
 
     async def _watch(self, peer: Peer, address: str) -> None:
-        """One Watch stream and, for a decode worker, its sessions. Returns or raises when the
-        stream ends.
+        """A Watch stream and, for a decode worker, its sessions. Returns or raises when the stream
+        ends. One that has missed changes of the prefix cache is replaced by a new one, whose
+        snapshot makes up for them; sessions go on.
         """
-        stream = peer.open("Watch")
         ended: TandemError | None = None
+        incarnation = ""
         try:
             async with anyio.create_task_group() as group:
-                await stream.send(Watch())
-                message = await _first_state(stream)
-                incarnation = ""
-                while message is not None:
-                    worker = self._observe(address, message)
+
+                def seen(worker: Worker) -> None:
+                    nonlocal incarnation
                     if worker.state.incarnation != incarnation:
                         incarnation = worker.state.incarnation
                         if worker.can_decode and worker.state.protocol == PROTOCOL_VERSION:
                             group.start_soon(self._hold_session, peer, address, incarnation)
-                    message = await stream.receive()
+
+                while not await self._follow_stream(peer.open("Watch"), address, seen):
+                    log.warning("missed changes of the prefix cache of %s: asking anew", address)
+                    await asyncio.sleep(_FIRST_BACKOFF_S)
                 group.cancel_scope.cancel()
         except* TandemError as errors:
             ended = _only(errors)  # raised here, Python before 3.11.4 wraps it in a group again
-        finally:
-            stream.cancel()
         if ended is not None:
             raise ended
+
+    async def _follow_stream(
+        self, stream: Stream, address: str, seen: Callable[[Worker], None]
+    ) -> bool:
+        """True at the end of the stream; False when events of the prefix cache are missing."""
+        worker: Worker | None = None
+        num_events = 0
+        try:
+            await stream.send(Watch())
+            message = await _first_state(stream)
+            while message is not None:
+                if worker is None or not isinstance(message, KvEvents):
+                    worker = self._observe(address, message)
+                    seen(worker)
+                elif message.sequence != num_events or (
+                    num_events == 0 and not message.is_snapshot
+                ):
+                    return False
+                else:
+                    num_events += 1
+                    self._fleet.cache_changed(address, message)
+                message = await stream.receive()
+        finally:
+            stream.cancel()
+        return True
 
     def _observe(self, address: str, message: object) -> Worker:
         if not isinstance(message, WorkerState):

@@ -2,9 +2,10 @@
 could be served.
 
 `discovery` reports what it sees of each address (`observe`, `lose`, `refuse`, `forget`) and of its
-session (`session_up`, `session_down`); `dispatch` asks who may take a request and reports what it
-placed. A worker is one incarnation: when another process answers at the same address, the old entry
-is gone with all its counts.
+session (`session_up`, `session_down`), and passes on what workers say of their prefix caches
+(`cache_changed`); `dispatch` asks who may take a request and reports what it placed. A worker is
+one incarnation: when another process answers at the same address, the old entry is gone with all
+its counts and hashes.
 
 Ready means: a colocated worker, or a decode worker and a prefill worker that store KV alike. A
 fleet that was ready and lost its prefill workers keeps serving, since decode workers can prefill by
@@ -14,14 +15,19 @@ themselves, and says so.
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from common.messages import PROTOCOL_VERSION, WorkerState
+from common.messages import PROTOCOL_VERSION, KvEvents, WorkerState
 from common.types import Role
+from router.prefix_index import PrefixIndex
 
 
 @dataclass(slots=True, eq=False)
 class Worker:
     """One life of a worker process. `num_in_flight` counts what this router placed there and has
     not seen the end of.
+
+    States lag behind: prompt tokens placed since the last but one state are counted apart, in
+    `num_unseen_tokens`. (The last state may have left the worker before they arrived there; the one
+    before it certainly has.)
     """
 
     address: str
@@ -30,10 +36,27 @@ class Worker:
     is_linked: bool = True
     has_session: bool = False
     num_in_flight: int = 0
+    num_states: int = 0
+    unseen: tuple[int, int] = (0, 0)
+    """Prompt tokens placed since the last state, and between the last two."""
 
     @property
     def can_decode(self) -> bool:
         return self.state.role is not Role.PREFILL
+
+    @property
+    def num_unseen_tokens(self) -> int:
+        return sum(self.unseen)
+
+    @property
+    def num_queued_tokens(self) -> int:
+        """Prompt tokens that wait to be computed there."""
+        return self.state.num_queued_tokens + sum(self.unseen)
+
+    @property
+    def num_requests(self) -> int:
+        """Our own count is fresh; the worker's own covers other routers' requests."""
+        return max(self.num_in_flight, self.state.running + self.state.waiting)
 
     @property
     def kv_identity(self) -> tuple[str, str, int]:
@@ -41,8 +64,19 @@ class Worker:
         return (self.state.model_fingerprint, self.state.layout, self.state.block_size)
 
 
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """Prompt tokens that were sent to `worker`."""
+
+    worker: Worker
+    num_tokens: int
+    num_states: int
+
+
 class Fleet:
     def __init__(self) -> None:
+        self.prefix_index = PrefixIndex()
+        """By `Worker.order`."""
         self._workers: dict[str, Worker] = {}
         self._refused: dict[str, str] = {}
         self._next_order = 0
@@ -58,17 +92,35 @@ class Fleet:
         self._refused.pop(address, None)
         worker = self._workers.get(address)
         if worker is None or worker.state.incarnation != state.incarnation:
+            self._forget_hashes(worker)
             worker = self._workers[address] = Worker(address, state, self._next_order)
             self._next_order += 1
         worker.state = state
+        worker.num_states += 1
+        worker.unseen = (0, worker.unseen[0])
         worker.is_linked = True
         self._changed()
         return worker
+
+    def cache_changed(self, address: str, events: KvEvents) -> None:
+        """What the worker at `address`, observed before, says of its prefix cache. Without a
+        snapshot first it is not believed. Raises MalformedMessage.
+        """
+        worker = self._workers[address]
+        if events.is_snapshot:
+            self.prefix_index.reset(worker.order)
+        if self.prefix_index.knows(worker.order):
+            self.prefix_index.change(worker.order, events.stored, events.removed)
+
+    def _forget_hashes(self, worker: Worker | None) -> None:
+        if worker is not None:
+            self.prefix_index.drop(worker.order)
 
     def lose(self, address: str) -> None:
         """The watch of `address` has ended: nothing new goes there until it is observed again."""
         worker = self._workers.get(address)
         if worker is not None:
+            self._forget_hashes(worker)
             worker.is_linked = False
             self._changed()
 
@@ -78,7 +130,7 @@ class Fleet:
         self._refused[address] = reason
 
     def forget(self, address: str) -> None:
-        self._workers.pop(address, None)
+        self._forget_hashes(self._workers.pop(address, None))
         self._refused.pop(address, None)
         self._changed()
 
@@ -117,10 +169,16 @@ class Fleet:
         """Who may compute a prompt of `num_tokens` for `decode`."""
         return [
             w
-            for w in self._view().prefilling
+            for w in self.all_prefill_workers(num_tokens, avoid)
             if w.kv_identity == decode.kv_identity
-            and w.state.max_prompt_tokens >= num_tokens
-            and w.state.incarnation not in avoid
+        ]
+
+    def all_prefill_workers(self, num_tokens: int, avoid: Collection[str] = ()) -> list[Worker]:
+        """Who may compute a prompt of `num_tokens` for one decode worker or another."""
+        return [
+            w
+            for w in self._view().prefilling
+            if w.state.max_prompt_tokens >= num_tokens and w.state.incarnation not in avoid
         ]
 
     def is_ready(self) -> bool:
@@ -153,10 +211,28 @@ class Fleet:
     def release(self, worker: Worker) -> None:
         worker.num_in_flight -= 1
 
+    def expect(self, worker: Worker, num_tokens: int) -> Expected:
+        """`worker` has been sent a prompt of which it computes `num_tokens`."""
+        worker.unseen = (worker.unseen[0] + num_tokens, worker.unseen[1])
+        return Expected(worker, num_tokens, worker.num_states)
+
+    def computed(self, expected: Expected) -> None:
+        """They are computed, or not wanted any more: states need not show them first."""
+        worker = expected.worker
+        fresh, older = worker.unseen
+        if expected.num_states == worker.num_states:
+            worker.unseen = (fresh - expected.num_tokens, older)
+        elif expected.num_states == worker.num_states - 1:
+            worker.unseen = (fresh, older - expected.num_tokens)
+
     def check_invariants(self) -> None:
+        known = {worker.order for worker in self._workers.values() if worker.is_linked}
+        self.prefix_index.check_invariants()
+        assert self.prefix_index.workers <= known
         for address, worker in self._workers.items():
             assert worker.address == address
             assert worker.num_in_flight >= 0
+            assert min(worker.unseen) >= 0
             assert worker.can_decode or not worker.has_session
         orders = [w.order for w in self._workers.values()]
         assert len(set(orders)) == len(orders)

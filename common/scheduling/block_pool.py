@@ -3,20 +3,23 @@
 Life of a block: free -> held (count > 0) -> cached (count 0, content known by hash) or free again.
 `allocate` takes a free block, else reclaims the cached block that was released longest ago. Every
 allocation starts a new generation, so a name (block, generation) never means two contents. All
-operations cost the same however large the pool is.
+operations cost the same however large the pool is. What becomes findable by hash, and what does
+not any more, is recorded in a journal (common/scheduling/cache_events.py).
 
 The pool never looks at holders; whoever takes a reference gives it back. Used by `KvCache` alone.
 """
 
 from collections import OrderedDict, deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
+from common.scheduling.cache_events import CacheJournal
 from common.types import BlockId
 
 
 class BlockPool:
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, journal: CacheJournal | None = None) -> None:
         self.num_blocks = num_blocks
+        self._journal = CacheJournal() if journal is None else journal
         self._counts = [0] * num_blocks
         self._generations = [0] * num_blocks
         self._hashes: list[bytes | None] = [None] * num_blocks
@@ -40,6 +43,11 @@ class BlockPool:
     @property
     def num_held(self) -> int:
         return self.num_blocks - self.num_available
+
+    @property
+    def hashes(self) -> Iterable[bytes]:
+        """Contents that `find` would find."""
+        return self._by_hash.keys()
 
     def generation(self, block_id: BlockId) -> int:
         return self._generations[block_id]
@@ -85,6 +93,7 @@ class BlockPool:
         if self._hashes[block_id] is None and content_hash not in self._by_hash:
             self._hashes[block_id] = content_hash
             self._by_hash[content_hash] = block_id
+            self._journal.stored(content_hash)
 
     def release(self, block_id: BlockId) -> None:
         assert self._counts[block_id] > 0, f"block {block_id} is not held"
@@ -100,6 +109,7 @@ class BlockPool:
         assert content_hash is not None
         del self._by_hash[content_hash]
         self._hashes[block_id] = None
+        self._journal.removed(content_hash)
 
     def check_invariants(self, holders: Mapping[BlockId, int] | None = None) -> None:
         """Raises AssertionError. `holders` maps each block to the number of holders that name

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from common.messages import PoolLoad
 from common.scheduling.block_pool import BlockPool
+from common.scheduling.cache_events import CacheFeed, CacheJournal
 from common.scheduling.plan import PageKind
 from common.types import BlockId
 
@@ -34,7 +35,11 @@ class BlockTable:
 class KvCache:
     def __init__(self, *, num_packed: int, num_exact: int, block_size: int) -> None:
         self.block_size = block_size
-        self._pools = {PageKind.PACKED: BlockPool(num_packed), PageKind.EXACT: BlockPool(num_exact)}
+        self._journal = CacheJournal()
+        self._pools = {
+            PageKind.PACKED: BlockPool(num_packed, self._journal),
+            PageKind.EXACT: BlockPool(num_exact, self._journal),
+        }
         self._clears: list[tuple[PageKind, BlockId]] = []
 
     @property
@@ -46,6 +51,14 @@ class KvCache:
             cached=sum(pool.num_cached for pool in pools),
             held=sum(pool.num_held for pool in pools),
         )
+
+    def feed(self) -> CacheFeed:
+        """The names of all shareable blocks, from now on, for one more reader."""
+        return CacheFeed(self._journal, self.named_hashes)
+
+    def named_hashes(self) -> list[bytes]:
+        """A full block's hash says where in a prompt it is, so no hash is in both pools."""
+        return [content_hash for pool in self._pools.values() for content_hash in pool.hashes]
 
     def generation(self, kind: PageKind, block_id: BlockId) -> int:
         return self._pools[kind].generation(block_id)
