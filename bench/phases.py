@@ -85,7 +85,13 @@ class Phases:
         batch = make_batch(plan, self.runner._outputs, 16)
         if not plan.decodes:
             batch = replace(batch, wanted=np.array([len(batch.token_ids) - 1], dtype=np.int64))
-        return least(lambda: self.runner._backend.forward(batch, num_layers))
+        backend = self.runner._backend
+
+        def run() -> None:
+            backend.forward(batch, num_layers)
+            backend.logits(batch.wanted)
+
+        return least(run)
 
     def prefill(self) -> dict[str, float]:
         table = (0, *range(PROMPT_TOKENS // 16 - 1))

@@ -56,7 +56,13 @@ def new_incarnation() -> str:
 class Device(Protocol):
     """The seam to whatever executes plans: the engine on its thread, or a model of it."""
 
-    async def execute(self, plan: StepPlan) -> StepResult: ...
+    async def execute(
+        self, plan: StepPlan, on_stored: Callable[[], None] | None = None
+    ) -> StepResult:
+        """`on_stored` is called in the loop before this returns, once the step's pages are complete
+        and tagged: its samples come later.
+        """
+        ...
 
     async def land(self, moves: Sequence[LandingMove]) -> LandingResult:
         """Goes ahead of steps that wait."""

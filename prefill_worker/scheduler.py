@@ -1,7 +1,7 @@
 """The chunk scheduler of a prefill worker.
 
-Life of a prompt: `add` -> waiting -> blocks reserved, computed chunk by chunk (`plan`, `apply`) ->
-forgotten. Every page that a chunk finishes is handed out with a reference of its own in
+Life of a prompt: `add` -> waiting -> blocks reserved, computed chunk by chunk (`plan`, `stored`,
+`apply`) -> forgotten. Every page that a chunk finishes is handed out with a reference of its own in
 `ChunkComputed`: whoever takes the fact gives the page back with `release` (the hand-off does, when
 the page is acknowledged or its stream ends). So the computing prompt and the hand-off hold a page
 independently, and it is cached when both have let go.

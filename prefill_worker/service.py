@@ -13,6 +13,7 @@ import math
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import partial
 
 import anyio
 
@@ -38,6 +39,7 @@ from common.request_checks import checked_tokens
 from common.rpc import Handler, Stream
 from common.scheduling.block_hash import HashChain
 from common.scheduling.kv_cache import KvCache
+from common.scheduling.plan import StepPlan
 from common.scheduling.prompt_queue import Prompt, shareable
 from common.scheduling.step_fit import StepFit
 from common.scheduling.step_time import StepShape
@@ -148,12 +150,17 @@ class PrefillService:
                 self._events.record(
                     "chunk_started", key=chunk.key, start=chunk.start, step=plan.step
                 )
-            result = await self._device.execute(plan)
+            result = await self._device.execute(plan, partial(self._stored, plan))
             self._metrics.step.observe(result.duration_s)
             self._step_fit.observe(StepShape.of(plan, 0), result.duration_s)
             for fact in self._scheduler.apply(plan, result, self._clock.now()):
                 self._on_scheduler(fact)
             self._changed()
+
+    def _stored(self, plan: StepPlan) -> None:
+        """Pages are on their way while the logits are computed."""
+        for fact in self._scheduler.stored(plan):
+            self._on_scheduler(fact)
 
     def _changed(self) -> None:
         self._metrics.handoffs.set(len(self._handoffs))

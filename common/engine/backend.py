@@ -17,10 +17,15 @@ from common.model_config import ModelConfig
 
 
 class Backend(Protocol):
-    def forward(self, batch: StepBatch, num_layers: int | None = None) -> Tensor:
-        """Compute a step: KV into the pool's pages; logits [len(batch.wanted), vocab_size] float32.
+    def forward(self, batch: StepBatch, num_layers: int | None = None) -> None:
+        """Run a step's rows through the layers: KV into the pool's pages. (Fewer layers are for the
+        self-test.)
+        """
+        ...
 
-        The result is valid until the next call. Fewer layers are for the self-test.
+    def logits(self, wanted: NDArray[np.int64]) -> Tensor:
+        """Of rows of the latest `forward`: [len(wanted), vocab_size] float32, valid until the next
+        call.
         """
         ...
 

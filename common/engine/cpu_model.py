@@ -1,12 +1,11 @@
-"""The model on CPU: packed weights, workspaces, and a team of threads that runs `forward` once per
-step.
+"""The model on CPU: packed weights, workspaces, and a team of threads that runs the kernels.
 
 Weights keep the dtype of the checkpoint and are widened to fp32 in registers; all arithmetic is
 fp32.
 """
 
 from concurrent.futures import ThreadPoolExecutor
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -28,10 +27,11 @@ from common.model_config import ModelConfig
 
 KINDS: Final = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 PANEL: Final = 16
+FINAL, LOGITS = k.Model._fields.index("final"), k.Model._fields.index("logits")
 
 
 class CpuModel:
-    """`forward(batch)` computes a step's KV into `pool` and returns the wanted logits."""
+    """`forward(batch)` computes a step's KV into `pool`; `logits(wanted)` those of its rows."""
 
     def __init__(
         self,
@@ -57,29 +57,32 @@ class CpuModel:
         self._offsets = offsets
         self._workspaces: list[NDArray[np.float32]] = []
         self._helpers = ThreadPoolExecutor(num_threads - 1, "compute") if num_threads > 1 else None
-        self._reserve(max_num_tokens, 1)
+        self._reserve(max_num_tokens)
 
-    def forward(self, batch: StepBatch, num_layers: int | None = None) -> Tensor:
-        num_wanted = len(batch.wanted)
-        if len(batch.token_ids) > self._max_num_tokens or num_wanted > self._max_num_logits:
-            self._reserve(len(batch.token_ids), num_wanted)
-        self._sync[:] = 0
+    def forward(self, batch: StepBatch, num_layers: int | None = None) -> None:
+        if len(batch.token_ids) > self._max_num_tokens:
+            self._reserve(len(batch.token_ids))
         self._model[0] = self._config.num_layers if num_layers is None else num_layers
-        arguments = (
-            self._num_threads, self._sync.ctypes.data, self._model, self._weights.layers,
-            self._pages, self._eps, self._scale,
-            batch.token_ids, batch.items, batch.runs, batch.tables, batch.wanted,
+        self._on_team(
+            k.layers, self._model, self._weights.layers, self._pages, self._eps, self._scale,
+            batch.token_ids, batch.items, batch.runs, batch.tables,
         )  # fmt: skip
 
-        def compute(me: int) -> None:
-            k.forward(me, *arguments)
+    def logits(self, wanted: NDArray[np.int64]) -> Tensor:
+        if len(wanted) > self._max_num_logits:
+            self._reserve_logits(len(wanted))
+        self._on_team(k.head, self._model, self._eps, wanted)
+        return torch.from_numpy(self._logits[: len(wanted), : self._config.vocab_size])
 
-        others = range(1, self._num_threads)
-        helping = [self._helpers.submit(compute, me) for me in others] if self._helpers else []
-        compute(0)
+    def _on_team(self, kernel: Any, *arguments: Any) -> None:
+        self._sync[:] = 0
+        size, sync = self._num_threads, self._sync.ctypes.data
+        others = range(1, size)
+        helpers = self._helpers
+        helping = [helpers.submit(kernel, me, size, sync, *arguments) for me in others if helpers]
+        kernel(0, size, sync, *arguments)
         for helper in helping:
             helper.result()
-        return torch.from_numpy(self._logits[:num_wanted, : self._config.vocab_size])
 
     def checksum(self, page: Tensor) -> int:
         return int(checksum_of(page.data_ptr(), page.numel()))
@@ -94,17 +97,15 @@ class CpuModel:
     ) -> tuple[NDArray[np.bool_], NDArray[np.uint64]]:
         return land(source, target, slots, block_ids, tags)
 
-    def _reserve(self, num_tokens: int, num_logits: int) -> None:
-        """Workspaces for this many rows and logits (or more, if there were more already)."""
+    def _reserve(self, tokens: int) -> None:
+        """Workspaces for this many rows."""
         config, weights = self._config, self._weights
-        tokens = self._max_num_tokens = max(num_tokens, self._max_num_tokens)
-        logits = self._max_num_logits = max(num_logits, self._max_num_logits)
+        self._max_num_tokens = tokens
         q_width = config.num_heads * config.head_dim
         kv_width = config.num_kv_heads * config.head_dim
         vocab_padded = -(-config.vocab_size // PANEL) * PANEL
         scratch = self._scratch_floats()
         self._workspaces = []
-        self._logits = np.zeros((logits, vocab_padded), dtype=np.float32)
         model = k.Model(
             num_layers=config.num_layers,
             hidden=config.hidden_size,
@@ -115,7 +116,7 @@ class CpuModel:
             vocab_padded=vocab_padded,
             kind=weights.kind,
             x=self._workspace(tokens, config.hidden_size),
-            normed=self._workspace(max(tokens, logits), config.hidden_size),
+            normed=self._workspace(tokens, config.hidden_size),
             qkv=self._workspace(tokens, q_width + 2 * kv_width),
             attended=self._workspace(tokens, q_width),
             delta=self._workspace(tokens, config.hidden_size),
@@ -127,9 +128,18 @@ class CpuModel:
             embedding=weights.embedding,
             final_norm=weights.final_norm,
             head=weights.head,
-            logits=self._logits.ctypes.data,
+            final=0,
+            logits=0,
         )
         self._model = np.array(model, dtype=np.int64)
+        self._reserve_logits(max(1, self._max_num_logits))
+
+    def _reserve_logits(self, count: int) -> None:
+        self._max_num_logits = count
+        vocab_padded = -(-self._config.vocab_size // PANEL) * PANEL
+        self._logits = np.zeros((count, vocab_padded), dtype=np.float32)
+        self._final = np.zeros((count, self._config.hidden_size), dtype=np.float32)
+        self._model[FINAL], self._model[LOGITS] = self._final.ctypes.data, self._logits.ctypes.data
 
     def _scratch_floats(self) -> int:
         """Per thread: for an attention run, or for the pairs of one gate and up task."""

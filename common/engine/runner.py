@@ -6,7 +6,7 @@ nothing. It is one rank of a group of size 1.
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
@@ -57,7 +57,9 @@ class Runner(Protocol):
     @property
     def layout_fingerprint(self) -> bytes: ...
 
-    def execute(self, plan: StepPlan) -> StepResult: ...
+    def execute(
+        self, plan: StepPlan, on_stored: Callable[[], object] | None = None
+    ) -> StepResult: ...
 
     def land(self, moves: Sequence[LandingMove]) -> LandingResult: ...
 
@@ -103,12 +105,21 @@ class ModelRunner:
         """Outputs that the runner keeps state for."""
         return len(self._outputs)
 
-    def execute(self, plan: StepPlan) -> StepResult:
+    def execute(self, plan: StepPlan, on_stored: Callable[[], object] | None = None) -> StepResult:
+        """`on_stored` is called when the step's pages are complete and tagged, before the logits
+        are computed.
+        """
         began = time.perf_counter()
         self._prepare(plan)
-        outcome = self._forward(plan) if plan.chunks or plan.decodes else _Outcome()
+        batch = None
+        if plan.chunks or plan.decodes:
+            batch = make_batch(plan, self._outputs, self.layout.block_size)
+            self._backend.forward(batch)
         for order in plan.tags:
             self._write_tag(order)
+        if on_stored is not None:
+            on_stored()
+        outcome = _Outcome() if batch is None else self._sample(plan, batch)
         return _result(plan.step, outcome, time.perf_counter() - began)
 
     def all_logits(self, plan: StepPlan) -> torch.Tensor:
@@ -118,7 +129,8 @@ class ModelRunner:
         self._prepare(plan)
         batch = make_batch(plan, self._outputs, self.layout.block_size)
         rows = np.arange(len(batch.token_ids), dtype=np.int64)
-        return self._backend.forward(replace(batch, wanted=rows))
+        self._backend.forward(batch)
+        return self._backend.logits(rows)
 
     def _prepare(self, plan: StepPlan) -> None:
         """All of a plan that comes before its forward pass."""
@@ -160,12 +172,11 @@ class ModelRunner:
             output = start.token_ids[start.num_prompt_tokens :].tolist()
             self._grammars.start(start.key, start.sampling.grammar, output)
 
-    def _forward(self, plan: StepPlan) -> "_Outcome":
+    def _sample(self, plan: StepPlan, batch: StepBatch) -> "_Outcome":
         """Samples for each first token wanted and each decode, scores of prompts."""
-        batch = make_batch(plan, self._outputs, self.layout.block_size)
         finished = [chunk for chunk in plan.chunks if chunk.num_outputs]
         pending = self._grammars.begin([chunk.key for chunk in finished] + list(plan.decodes))
-        logits = self._backend.forward(batch)
+        logits = self._backend.logits(batch.wanted)
         scores = _scores(batch, logits)
         logits = logits[: batch.num_sampled]
         decodes = self._outputs.rows(plan.decodes)

@@ -8,10 +8,12 @@ device's thread.
 device.
 """
 
+import asyncio
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -59,8 +61,13 @@ class EngineDevice:
         self._thread = thread
         self._runner = runner
 
-    async def execute(self, plan: StepPlan) -> StepResult:
-        return await self._thread.run(self._runner.execute, plan)
+    async def execute(
+        self, plan: StepPlan, on_stored: Callable[[], None] | None = None
+    ) -> StepResult:
+        if on_stored is None:
+            return await self._thread.run(self._runner.execute, plan)
+        tell = partial(asyncio.get_running_loop().call_soon_threadsafe, on_stored)
+        return await self._thread.run(self._runner.execute, plan, tell)
 
     async def land(self, moves: Sequence[LandingMove]) -> LandingResult:
         return await self._thread.run_first(self._runner.land, moves)

@@ -68,7 +68,7 @@ class TritonModel:
         self._sin = torch.from_numpy(sin).to(self._device)
 
     @torch.inference_mode()
-    def forward(self, batch: StepBatch, num_layers: int | None = None) -> Tensor:
+    def forward(self, batch: StepBatch, num_layers: int | None = None) -> None:
         positions = self._to_device(batch.positions)
         cos, sin = self._cos[positions], self._sin[positions]
         items = self._to_device(batch.items)
@@ -86,8 +86,12 @@ class TritonModel:
             x = x + F.linear(attended, layer.out, layer.out_bias)
             gate, up = F.linear(self._norm(x, layer.norm_2), layer.gate_up).chunk(2, dim=1)
             x = x + F.linear(F.silu(gate) * up, layer.down)
-        wanted = x[self._to_device(batch.wanted)]
-        return F.linear(self._norm(wanted, self._final_norm), self._head).float()
+        self._rows = x
+
+    @torch.inference_mode()
+    def logits(self, wanted: NDArray[np.int64]) -> Tensor:
+        rows = self._rows[self._to_device(wanted)]
+        return F.linear(self._norm(rows, self._final_norm), self._head).float()
 
     def checksum(self, page: Tensor) -> int:
         return int(checksums(page.unsqueeze(0))[0]) % 2**64

@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from common.engine.backend import Backend
-from common.engine.batch import StepBatch
 from common.engine.runner import ModelRunner
 from common.scheduling.plan import (
     OutputStart,
@@ -35,11 +34,11 @@ class LogitsTap:
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
-        self.logits: Tensor | None = None
+        self.latest: Tensor | None = None
 
-    def forward(self, batch: StepBatch, num_layers: int | None = None) -> Tensor:
-        self.logits = self._backend.forward(batch, num_layers)
-        return self.logits
+    def logits(self, wanted: NDArray[np.int64]) -> Tensor:
+        self.latest = self._backend.logits(wanted)
+        return self.latest
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._backend, name)
@@ -193,8 +192,8 @@ class Driver:
     def _apply(self, plan: StepPlan, result: StepResult) -> StepResult:
         rows = [c.key for c in plan.chunks if c.num_outputs] + list(plan.decodes)
         self.failed.extend(result.failed)
-        if self.tap.logits is not None and rows:
-            for key, row in zip(rows, self.tap.logits.numpy(), strict=True):
+        if self.tap.latest is not None and rows:
+            for key, row in zip(rows, self.tap.latest.numpy(), strict=True):
                 self.logits[key].append(row.copy())
         for key, token in zip(result.keys, result.token_ids, strict=True):
             self.running[key].token_ids.append(token)

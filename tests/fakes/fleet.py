@@ -8,7 +8,7 @@ services, real hand-off; only the model, the network and (on a VirtualTimeLoop) 
 import asyncio
 import contextlib
 import itertools
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -79,11 +79,18 @@ class SteppedDevice:
         self.may_run.set()
         self.num_tokens_computed = 0
 
-    async def execute(self, plan: StepPlan) -> StepResult:
+    async def execute(
+        self, plan: StepPlan, on_stored: Callable[[], None] | None = None
+    ) -> StepResult:
+        """The last tenth of a step is its logits."""
         await self.may_run.wait()
-        await anyio.sleep(self._step_s)
+        await anyio.sleep(0.9 * self._step_s)
         self.num_tokens_computed += sum(chunk.num_tokens for chunk in plan.chunks)
         result: StepResult = self.runner.execute(plan)
+        if on_stored is not None:
+            on_stored()
+        await anyio.sleep(0.1 * self._step_s)
+        await self.may_run.wait()
         return result
 
     async def land(self, moves: Sequence[LandingMove]) -> LandingResult:

@@ -18,7 +18,7 @@ from common.scheduling.plan import StepPlan, StepResult
 from common.scheduling.prompt_queue import Prompt, PromptQueue, shareable
 from common.types import FinishReason, SamplingParams
 from decode_worker.scheduler import BatchScheduler, Facts
-from prefill_worker.scheduler import ChunkComputed, PrefillScheduler, PromptComputed
+from prefill_worker.scheduler import ChunkComputed, PrefillScheduler, PromptComputed, PromptFailed
 
 BLOCK = 4
 ROOT = root_hash(b"test", BLOCK)
@@ -414,6 +414,63 @@ TestBatch = BatchMachine.TestCase
 TestBatch.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
 
 
+def prefill_scheduler(tokens: list[int]) -> tuple[PrefillScheduler, StepPlan]:
+    """One that computes "a", a prompt of one chunk, now."""
+    cache = KvCache(num_packed=16, num_exact=8, block_size=BLOCK)
+    s = PrefillScheduler(cache, chunk_tokens=16, max_model_len=1000)
+    add_prompt(s, "a", tokens)
+    plan = s.plan(0.0)
+    assert plan is not None
+    return s, plan
+
+
+def add_prompt(s: PrefillScheduler, key: str, tokens: list[int]) -> None:
+    chain = chain_of(tokens)
+    prompt = Prompt(
+        key=key,
+        token_ids=np.asarray(tokens, dtype=np.int32),
+        num_prompt_tokens=len(tokens),
+        sampling=SamplingParams(max_tokens=4),
+        hashes=shareable(chain.full, len(tokens), BLOCK),
+    )
+    s.add(prompt, chain.full, chain.open, 0, 0.0)
+
+
+def test_pages_are_handed_out_before_the_samples_are_there() -> None:
+    s, plan = prefill_scheduler(list(range(10)))
+    [stored] = s.stored(plan)
+    assert [page.index for page in stored.pages] == [0, 1, 2]
+    s.check_invariants()
+    assert [type(fact) for fact in s.apply(plan, null_step(plan), 0.0)] == [PromptComputed]
+    s.check_invariants()
+    s.release((page.kind, page.block_id) for page in stored.pages)
+    s.check_invariants()
+
+
+def test_a_prompt_that_fails_after_its_pages_were_handed_out_is_not_found_again() -> None:
+    tokens = list(range(10))
+    s, plan = prefill_scheduler(tokens)
+    [stored] = s.stored(plan)
+    assert s.apply(plan, StepResult(step=plan.step, failed=("a",)), 0.0) == [PromptFailed(key="a")]
+    s.release((page.kind, page.block_id) for page in stored.pages)
+    s.check_invariants()
+    add_prompt(s, "again", tokens)
+    again = s.plan(1.0)
+    assert again is not None
+    assert [(chunk.start, chunk.num_tokens) for chunk in again.chunks] == [(0, 10)]
+
+
+def test_a_prompt_aborted_between_its_pages_and_its_samples_leaves_nothing_held() -> None:
+    s, plan = prefill_scheduler(list(range(10)))
+    [stored] = s.stored(plan)
+    s.abort("a")
+    s.release((page.kind, page.block_id) for page in stored.pages)
+    s.check_invariants()
+    assert s.apply(plan, null_step(plan), 0.0) == []
+    s.check_invariants()
+    assert (s.num_running, s.num_waiting) == (0, 0)
+
+
 class PrefillMachine(RuleBasedStateMachine):
     """Random prompts, aborts and late releases on a small pool."""
 
@@ -468,14 +525,24 @@ class PrefillMachine(RuleBasedStateMachine):
         assert plan is not None
         for fact in self.s.apply(plan, null_step(plan), self.now):
             match fact:
-                case ChunkComputed(key=key, pages=pages):
-                    self.pages[key] += pages
-                    self.indices.setdefault(key, []).extend(page.index for page in pages)
+                case ChunkComputed():
+                    self.take(fact)
                 case PromptComputed(key=key):
                     # every wanted page was handed out, once, in order
                     indices = self.indices[key]
                     assert indices == list(range(indices[0], indices[0] + len(indices)))
                     assert len(indices) == self.lengths.pop(key)
+
+    @precondition(lambda self: self.in_flight is not None)
+    @rule()
+    def stored(self) -> None:
+        assert self.in_flight is not None
+        for fact in self.s.stored(self.in_flight):
+            self.take(fact)
+
+    def take(self, fact: ChunkComputed) -> None:
+        self.pages[fact.key] += fact.pages
+        self.indices.setdefault(fact.key, []).extend(page.index for page in fact.pages)
 
     @precondition(lambda self: self.lengths)
     @rule(data=st.data())

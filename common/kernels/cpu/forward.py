@@ -1,4 +1,6 @@
-"""The whole forward pass on CPU: one call per thread and step, the threads in step by barriers.
+"""The forward pass on CPU, in two calls per thread and step: `layers`, which writes the KV, and
+`head`, which makes logits. So pages can be announced before the logits are there. The threads are
+kept in step by barriers.
 
 Every phase of a layer is cut into tasks that threads take from a counter. A task's arithmetic never
 depends on the thread, on the other rows of the step or on how many there are. Phases of a layer:
@@ -43,7 +45,7 @@ class Model(NamedTuple):
     vocab_padded: int
     kind: int  # how matrices are stored
     x: int  # [rows, hidden]: the residual
-    normed: int  # [max(rows, logits), hidden]
+    normed: int  # [rows, hidden]
     qkv: int  # [rows, (heads + 2 kv_heads) * head_dim]
     attended: int  # [rows, heads * head_dim]
     delta: int  # [rows, hidden]: what is added to the residual next
@@ -55,6 +57,7 @@ class Model(NamedTuple):
     embedding: int  # [vocab, hidden] as stored
     final_norm: int
     head: int  # panels
+    final: int  # [logits, hidden]: normed rows for the head
     logits: int  # [logits, vocab_padded]
 
 
@@ -180,7 +183,6 @@ def _attend_runs(model, index, runs, tables, pages, scratch, sync, counter):
     task = take(sync, counter)
     while task < len(runs) * model.kv_heads:
         fields = runs[len(runs) - 1 - task // model.kv_heads]
-        fields = runs[len(runs) - 1 - task // model.kv_heads]
         row, count, position, table, own_page, num_after = fields
         head = task % model.kv_heads
         rows = model.qkv + row * row_bytes
@@ -221,7 +223,7 @@ def _final_rows(model, wanted, eps):
     for i in range(len(wanted)):
         at = wanted[i] * row_bytes
         add_row(model.x + at, model.delta + at, 0, model.hidden)
-        to = model.normed + i * row_bytes
+        to = model.final + i * row_bytes
         rms_norm(model.x + at, model.final_norm, model.hidden, eps, to)
 
 
@@ -230,6 +232,7 @@ def _model(m):
     return Model(
         m[0], m[1], m[2], m[3], m[4], m[5], m[6], m[7], m[8], m[9], m[10],
         m[11], m[12], m[13], m[14], m[15], m[16], m[17], m[18], m[19], m[20], m[21],
+        m[22],
     )  # fmt: skip
 
 
@@ -247,9 +250,9 @@ def _pages(p):
 
 
 @njit(nogil=True)
-def _forward(
-    me, size, sync, model_fields, layer_fields, page_fields, eps, scale,
-    tokens, items, runs, tables, wanted,
+def _layers(
+    me, size, sync, model_fields, layer_fields, page_fields, eps, scale, tokens, items, runs,
+    tables,
 ):  # fmt: skip
     model, pages = _model(model_fields), _pages(page_fields)
     rows, hidden, kind = len(tokens), model.hidden, model.kind
@@ -286,42 +289,57 @@ def _forward(
             PANEL_GROUP, sync, count + 7,
         )  # fmt: skip
         barrier(sync, size)
+
+
+@njit(nogil=True)
+def _head(me, size, sync, model_fields, eps, wanted):
+    model = _model(model_fields)
     if me == 0:
         _final_rows(model, wanted, eps)
     barrier(sync, size)
     _linear(
-        kind, model.normed, model.head, hidden, model.logits, len(wanted),
-        model.vocab_padded // PANEL, HEAD_GROUP, sync, 1 + model.num_layers * PHASES,
+        model.kind, model.final, model.head, model.hidden, model.logits, len(wanted),
+        model.vocab_padded // PANEL, HEAD_GROUP, sync, 0,
     )  # fmt: skip
 
 
 NUMBERS, NUMBERS_2D = types.int64[::1], types.int64[:, ::1]
-SIGNATURE = types.void(
+LAYERS_SIGNATURE = types.void(
     types.int64, types.int64, types.int64, NUMBERS, NUMBERS_2D, NUMBERS, types.float32,
-    types.float32, types.int32[::1], NUMBERS_2D, NUMBERS_2D, types.int32[:, ::1], NUMBERS,
+    types.float32, types.int32[::1], NUMBERS_2D, NUMBERS_2D, types.int32[:, ::1],
 )  # fmt: skip
+HEAD_SIGNATURE = types.void(types.int64, types.int64, types.int64, NUMBERS, types.float32, NUMBERS)
 
 
 def _compiled(sources):
     """Compiled when this module is imported, or loaded from numba's cache (NUMBA_CACHE_DIR)."""
 
-    @njit(SIGNATURE, nogil=True, cache=True)
-    def forward(
-        me, size, sync, model_fields, layer_fields, page_fields, eps, scale,
-        tokens, items, runs, tables, wanted,
+    @njit(LAYERS_SIGNATURE, nogil=True, cache=True)
+    def layers(
+        me, size, sync, model_fields, layer_fields, page_fields, eps, scale, tokens, items, runs,
+        tables,
     ):  # fmt: skip
-        """One step on thread `me` of `size`: logits of the `wanted` rows at `Model.logits`.
+        """A step's KV into the pages and its rows to `Model.x` and `Model.delta`, on thread `me` of
+        `size`.
 
         The `_fields` are the numbers of a `Model`, of a `Layer` per row, and of `Pages`; `sync` is
         the address of zeroed words for barriers and counters.
         """
         if sources != 0:
-            _forward(
-                me, size, sync, model_fields, layer_fields, page_fields, eps, scale,
-                tokens, items, runs, tables, wanted,
+            _layers(
+                me, size, sync, model_fields, layer_fields, page_fields, eps, scale, tokens, items,
+                runs, tables,
             )  # fmt: skip
 
-    return forward
+    @njit(HEAD_SIGNATURE, nogil=True, cache=True)
+    def head(me, size, sync, model_fields, eps, wanted):
+        """Logits of the `wanted` rows of the latest `layers`, at `Model.logits`."""
+        if sources != 0:
+            _head(me, size, sync, model_fields, eps, wanted)
+
+    return layers, head
 
 
-forward: Any = _compiled(source_hash())
+layers: Any
+head: Any
+layers, head = _compiled(source_hash())
