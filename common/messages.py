@@ -61,6 +61,8 @@ class GenerateRequest:
     deadline_s: float | None = None
     age_s: float = 0.0
     """Time since the router first saw the request; older ones are evicted last."""
+    client: str = ""
+    """Whose request it is, as the router knows by the API key: waiting is fair between clients."""
 
 
 # --- Watch -------------------------------------------------------------------------------------

@@ -23,8 +23,9 @@ from common.rpc import Stream
 from common.scheduling.plan import PageKind
 from common.worker import Device
 from common.worker_metrics import WorkerMetrics
+from decode_worker.entries import Entry, Facts, State
 from decode_worker.links import Link, Links
-from decode_worker.scheduler import BatchScheduler, Entry, Facts, State
+from decode_worker.scheduler import BatchScheduler
 from kvtransfer.destination import (
     Acknowledge,
     Action,

@@ -14,25 +14,23 @@ if only requests that are still being prefilled are younger, it waits for them.
 `n` > 1: all outputs share the prompt's full blocks; each has its own open block.
 """
 
-from bisect import insort
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass, field
-from enum import Enum, auto
 
 import numpy as np
 from numpy.typing import NDArray
 
 from common.errors import (
     ContextLengthExceeded,
+    DeadlineExceeded,
     DecodeFull,
     InternalError,
     Preempted,
     PromptTooLargeForPool,
-    TandemError,
 )
 from common.messages import GenerateRequest
 from common.scheduling.block_hash import HashChain
+from common.scheduling.chunk_budget import ChunkRoom, chunk_budget, quiet_step_s
+from common.scheduling.fair_line import FairLine
 from common.scheduling.finish import finish_reason
 from common.scheduling.kv_cache import BlockTable, KvCache
 from common.scheduling.plan import OutputStart, PageKind, StepPlan, StepResult
@@ -43,108 +41,17 @@ from common.scheduling.prompt_queue import (
     PromptQueue,
     shareable,
 )
+from common.scheduling.step_fit import StepFit
+from common.scheduling.step_time import StepShape, StepTimes
 from common.types import (
     BlockId,
-    FinishReason,
     OutputKey,
     PromptLogprobs,
     RequestId,
     TokenLogprobs,
     output_key,
 )
-
-
-class State(Enum):
-    WAITING = auto()
-    ADMITTED = auto()
-    REMOTE = auto()
-    LOCAL = auto()
-    RUNNING = auto()
-    ENDED = auto()
-
-
-LEGAL = {
-    State.WAITING: {State.ADMITTED, State.ENDED},
-    State.ADMITTED: {State.REMOTE, State.LOCAL, State.ENDED},
-    State.REMOTE: {State.RUNNING, State.ENDED},
-    State.LOCAL: {State.RUNNING, State.ENDED},
-    State.RUNNING: {State.ENDED},
-    State.ENDED: set(),
-}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Admission:
-    request_id: RequestId
-    num_cached_tokens: int
-    needs_route: bool
-
-
-@dataclass(slots=True)
-class Facts:
-    """What a step, or the arrival of first tokens, came to. Token columns as in `TokenBatch`."""
-
-    request_ids: list[RequestId] = field(default_factory=list)
-    output_indices: list[int] = field(default_factory=list)
-    token_ids: list[int] = field(default_factory=list)
-    finish_reasons: list[FinishReason | None] = field(default_factory=list)
-    logprobs: list[TokenLogprobs | None] = field(default_factory=list)
-    prefilled: list[tuple[RequestId, int, PromptLogprobs | None]] = field(default_factory=list)
-    """Requests whose prompt is computed now, with the number of cached tokens."""
-    failed: list[tuple[RequestId, TandemError]] = field(default_factory=list)
-    ended: list[RequestId] = field(default_factory=list)
-    """Requests that the scheduler has forgotten, for whatever reason."""
-    num_local_tokens: int = 0
-    """Prompt tokens computed in this step."""
-
-
-@dataclass(slots=True, eq=False)
-class Output:
-    """One continuation: its table, its chain of hashes, the tokens generated since the chain's
-    end.
-    """
-
-    key: OutputKey
-    entry: "Entry"
-    index: int
-    table: BlockTable
-    chain: HashChain
-    num_tokens: int
-    """Tokens known, the last one not computed yet."""
-    copy: tuple[BlockId, BlockId] | None = None
-    last_tokens: list[int] = field(default_factory=list)
-    is_started: bool = False
-    has_ended: bool = False
-
-
-@dataclass(slots=True, eq=False)
-class Entry:
-    request: GenerateRequest
-    token_ids: NDArray[np.int32]
-    chain: HashChain
-    arrival: float
-    order: tuple[int, float, int]
-    state: State = State.WAITING
-    table: BlockTable | None = None
-    num_cached_tokens: int = 0
-    outputs: list[Output] = field(default_factory=list)
-    has_first_tokens: bool = False
-    has_landed: bool = False
-    num_pins: int = 0
-    """Landings in flight that name the prompt's blocks."""
-    dead_tables: list[BlockTable] = field(default_factory=list)
-
-    def move(self, state: State) -> None:
-        assert state in LEGAL[self.state], f"{self.state} -> {state}"
-        self.state = state
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.token_ids)
-
-    def pages(self) -> Iterable[tuple[PageKind, BlockId]]:
-        for output in self.outputs:
-            yield from output.table.pages()
+from decode_worker.entries import Admission, Entry, Facts, Output, State
 
 
 class BatchScheduler:
@@ -157,7 +64,11 @@ class BatchScheduler:
         max_waiting: int,
         max_model_len: int,
         is_colocated: bool,
+        is_chunk_auto: bool = False,
     ) -> None:
+        """A step carries at most `chunk_tokens` prompt tokens. With `is_chunk_auto`, beside running
+        streams as many as the router's budget says, or else as `chunk_budget` does.
+        """
         assert chunk_tokens >= cache.block_size
         self._cache = cache
         self._chunk_tokens = chunk_tokens
@@ -165,10 +76,18 @@ class BatchScheduler:
         self._max_waiting = max_waiting
         self._max_model_len = max_model_len
         self._is_colocated = is_colocated
+        self._is_chunk_auto = is_chunk_auto
+        self._told_budget: int | None = None
+        self._step_fit = StepFit()
+        self._shape = StepShape()
         self._entries: dict[RequestId, Entry] = {}
-        self._waiting: list[Entry] = []
+        self._holding: dict[RequestId, Entry] = {}
+        self._waiting: FairLine[Entry] = FairLine()
+        self._num_waiting_tokens = 0
+        self._expired: list[Entry] = []
         self._queue = PromptQueue(cache)
         self._running: dict[OutputKey, Output] = {}
+        self._to_start: dict[OutputKey, Output] = {}
         self._in_flight: StepPlan | None = None
         self._dead_in_flight: list[BlockTable] = []
         self._pinned: list[Entry] = []
@@ -181,7 +100,7 @@ class BatchScheduler:
     @property
     def num_running(self) -> int:
         """Requests that hold blocks."""
-        return len(self._entries) - len(self._waiting)
+        return len(self._holding)
 
     @property
     def num_waiting(self) -> int:
@@ -189,7 +108,7 @@ class BatchScheduler:
 
     @property
     def num_queued_tokens(self) -> int:
-        return self._queue.num_queued_tokens + sum(entry.num_tokens for entry in self._waiting)
+        return self._queue.num_queued_tokens + self._num_waiting_tokens
 
     @property
     def num_decodes(self) -> int:
@@ -204,7 +123,15 @@ class BatchScheduler:
     @property
     def chunk_tokens(self) -> int:
         """Prompt tokens that a step may carry at present."""
-        return self._chunk_tokens
+        return self._budget(len(self._running))
+
+    @property
+    def step_times(self) -> StepTimes | None:
+        return self._step_fit.times
+
+    def set_chunk_budget(self, max_tokens: int | None) -> None:
+        """What routers allow beside running streams; None when none of them says."""
+        self._told_budget = max_tokens
 
     @property
     def max_request_tokens(self) -> int:
@@ -229,7 +156,8 @@ class BatchScheduler:
             order=(-request.priority, now - request.age_s, self._arrivals),
         )
         self._entries[request.request_id] = entry
-        insort(self._waiting, entry, key=lambda e: e.order)
+        self._waiting.add(entry)
+        self._num_waiting_tokens += entry.num_tokens
 
     def _check(self, request: GenerateRequest, num_tokens: int) -> None:
         sampling = request.sampling
@@ -268,22 +196,34 @@ class BatchScheduler:
         )
 
     def admit(self, now: float) -> list[Admission]:
-        """Gives waiting requests their blocks, oldest first."""
-        admissions: list[Admission] = []
-        blocked = 0
-        for entry in list(self._waiting):
-            if (
-                blocked > MAX_TRIED
-                or self._num_outputs + entry.request.sampling.n > self._max_num_seqs
-            ):
+        """Gives waiting requests their blocks, in the order of the line. One whose deadline has
+        passed ends instead; the next `plan` tells.
+        """
+        admitted: list[Entry] = []
+        num_expired, num_blocked = len(self._expired), 0
+        for entry in self._waiting:
+            deadline_s = entry.request.deadline_s
+            if deadline_s is not None and now - entry.arrival >= deadline_s:
+                self._expired.append(entry)
+                continue
+            if self._num_outputs + entry.request.sampling.n > self._max_num_seqs:
                 break
             if self._admit(entry):
-                admissions.append(self._admission(entry))
+                admitted.append(entry)
                 continue
-            blocked += 1
-            if now - entry.arrival > MAX_OVERTAKEN_S:
+            num_blocked += 1
+            if num_blocked > MAX_TRIED or now - entry.arrival > MAX_OVERTAKEN_S:
                 break
-        return admissions
+        for entry in self._expired[num_expired:]:
+            self._leave_line(entry)
+        for entry in admitted:
+            self._leave_line(entry)
+            self._waiting.charge(entry.client, entry.priority, entry.cost)
+        return [self._admission(entry) for entry in admitted]
+
+    def _leave_line(self, entry: Entry) -> None:
+        self._waiting.remove(entry)
+        self._num_waiting_tokens -= entry.num_tokens
 
     def _admit(self, entry: Entry) -> bool:
         size = self._cache.block_size
@@ -303,12 +243,12 @@ class BatchScheduler:
         for offset in range(n):
             self._add_output(entry, offset, table)
         self._num_outputs += n
-        self._waiting.remove(entry)
+        self._holding[entry.request.request_id] = entry
         entry.move(State.ADMITTED)
         return True
 
     def _entries_hold_pages(self) -> bool:
-        return len(self._entries) > len(self._waiting) or bool(self._dead_in_flight or self._pinned)
+        return bool(self._holding or self._dead_in_flight or self._pinned)
 
     def _add_output(self, entry: Entry, offset: int, table: BlockTable) -> None:
         copy = None
@@ -362,7 +302,8 @@ class BatchScheduler:
             sampling=entry.request.sampling,
             hashes=shareable(entry.chain.full, entry.num_tokens, size, entry.request.sampling),
             output_index=entry.request.output_index,
-            priority=entry.request.priority,
+            priority=entry.priority,
+            client=entry.client,
             table=entry.table,
         )
         self._queue.begin_after(prompt, entry.num_cached_tokens)
@@ -446,6 +387,8 @@ class BatchScheduler:
             for output in entry.outputs:
                 if not output.has_ended:
                     self._running[output.key] = output
+                    if not output.is_started:
+                        self._to_start[output.key] = output
                     self._num_context_tokens += output.num_tokens
 
     # --- steps ---------------------------------------------------------------------------------
@@ -454,11 +397,11 @@ class BatchScheduler:
         """The next step, if there is anything to do, and what was evicted for it."""
         assert self._in_flight is None
         facts = Facts()
+        self._tell_expired(facts)
         decodes, grown, tails = self._grow(facts)
         starts, copies = self._starts()
         told = {start.key for start in starts}  # their tables are whole already
-        budget = max(self._cache.block_size, self._chunk_tokens - len(decodes))
-        prompt_starts, chunks = self._queue.plan(budget, now)
+        prompt_starts, chunks = self._queue.plan(self._room(len(decodes)), now)
         drops, self._drops = tuple(self._drops), []
         if not decodes and not chunks and not drops:
             return None, facts
@@ -474,7 +417,46 @@ class BatchScheduler:
             clears=self._cache.drain_clears(),
             drops=drops,
         )
+        self._shape = StepShape.of(self._in_flight, self._num_context_tokens)
         return self._in_flight, facts
+
+    def _budget(self, num_decodes: int) -> int:
+        """Prompt tokens from position 0 on, beside so many streams."""
+        size = self._cache.block_size
+        if num_decodes == 0:
+            return self._chunk_tokens
+        if not self._is_chunk_auto:
+            return max(size, self._chunk_tokens - num_decodes)
+        if self._told_budget is not None:
+            return max(size, min(self._told_budget, self._chunk_tokens))
+        return chunk_budget(
+            self._step_fit.times,
+            None,
+            num_decodes,
+            self._num_context_tokens,
+            block_size=size,
+            max_tokens=self._chunk_tokens,
+        )
+
+    def _room(self, num_decodes: int) -> ChunkRoom:
+        budget, times = self._budget(num_decodes), self._step_fit.times
+        if times is None or num_decodes == 0 or not self._is_chunk_auto:
+            return ChunkRoom(budget, self._cache.block_size)
+        return ChunkRoom.within(
+            times,
+            budget,
+            quiet_step_s(times, num_decodes, self._num_context_tokens),
+            block_size=self._cache.block_size,
+            max_tokens=self._chunk_tokens,
+        )
+
+    def _tell_expired(self, facts: Facts) -> None:
+        for entry in self._expired:
+            if entry.state is State.WAITING:
+                self._forget(entry, facts)
+                late = DeadlineExceeded("the request's time was up while it waited for KV blocks")
+                facts.failed.append((entry.request.request_id, late))
+        self._expired.clear()
 
     def _starts(self) -> tuple[list[OutputStart], tuple[tuple[BlockId, BlockId], ...]]:
         """Outputs the runner does not know yet: those prefilled elsewhere, and the siblings of a
@@ -482,9 +464,7 @@ class BatchScheduler:
         """
         starts: list[OutputStart] = []
         copies: list[tuple[BlockId, BlockId]] = []
-        for output in self._running.values():
-            if output.is_started:
-                continue
+        for output in self._to_start.values():
             output.is_started = True
             if output.copy is not None:
                 copies.append(output.copy)
@@ -502,6 +482,7 @@ class BatchScheduler:
                     tail=output.table.tail,
                 )
             )
+        self._to_start.clear()
         return starts, tuple(copies)
 
     def _grow(
@@ -548,15 +529,12 @@ class BatchScheduler:
         return True
 
     def _is_oldest(self, entry: Entry) -> bool:
-        return all(
-            entry.order <= other.order
-            for other in self._entries.values()
-            if other.table is not None
-        )
+        return all(entry.order <= other.order for other in self._holding.values())
 
     def apply(self, plan: StepPlan, result: StepResult, now: float) -> Facts:
         assert plan is self._in_flight
         self._in_flight = None
+        self._step_fit.observe(self._shape, result.duration_s)
         for table in self._dead_in_flight:
             self._cache.free(table)
         self._dead_in_flight.clear()
@@ -667,9 +645,12 @@ class BatchScheduler:
             self._end(entry, facts)
 
     def _end(self, entry: Entry, facts: Facts) -> None:
+        if entry.state is State.WAITING and entry not in self._expired:
+            self._leave_line(entry)
+        self._forget(entry, facts)
+
+    def _forget(self, entry: Entry, facts: Facts) -> None:
         request_id = entry.request.request_id
-        if entry.state is State.WAITING:
-            self._waiting.remove(entry)
         for output in list(entry.outputs):
             if self._queue.get(output.key) is not None:
                 self._queue.remove(output.key)
@@ -677,12 +658,18 @@ class BatchScheduler:
         entry.outputs.clear()
         entry.move(State.ENDED)
         del self._entries[request_id]
+        self._holding.pop(request_id, None)
         facts.ended.append(request_id)
 
     def _drop(self, output: Output) -> None:
         if self._running.pop(output.key, None) is not None:
             self._num_context_tokens -= output.num_tokens
+            self._to_start.pop(output.key, None)
         self._num_outputs -= 1
+        entry = output.entry
+        if output.num_tokens > entry.num_tokens:
+            served = output.num_tokens - entry.num_tokens
+            self._waiting.charge(entry.client, entry.priority, served)
         if output.is_started or output.entry.state is State.LOCAL:
             self._drops.append(output.key)
         if output.entry.num_pins:
@@ -701,10 +688,17 @@ class BatchScheduler:
         self._queue.check_invariants()
         entries = self._entries.values()
         assert self._num_outputs == sum(len(entry.outputs) for entry in entries)
-        assert self._waiting == sorted(self._waiting, key=lambda e: e.order)
-        assert {id(e) for e in self._waiting} == {
-            id(e) for e in entries if e.state is State.WAITING
+        self._waiting.check_invariants()
+        assert {e.request.request_id for e in self._waiting} == {
+            e.request.request_id
+            for e in entries
+            if e.state is State.WAITING and e not in self._expired
         }
+        assert self._num_waiting_tokens == sum(entry.num_tokens for entry in self._waiting)
+        assert self._holding == {
+            key: e for key, e in self._entries.items() if e.state is not State.WAITING
+        }
+        assert self._to_start == {k: o for k, o in self._running.items() if not o.is_started}
         assert self._num_context_tokens == sum(o.num_tokens for o in self._running.values())
         for output in self._running.values():
             assert output.entry.state is State.RUNNING

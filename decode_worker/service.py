@@ -37,13 +37,12 @@ from common.request_checks import checked_tokens
 from common.rpc import Handler, Stream
 from common.scheduling.block_hash import HashChain
 from common.scheduling.kv_cache import KvCache
-from common.scheduling.step_fit import StepFit
-from common.scheduling.step_time import StepShape
 from common.types import RequestId
 from common.worker import Device, HashRoots, Identity, Load, WatchService
 from common.worker_metrics import WorkerMetrics
+from decode_worker.entries import Facts
 from decode_worker.pull import Puller
-from decode_worker.scheduler import BatchScheduler, Facts
+from decode_worker.scheduler import BatchScheduler
 
 log = logging.getLogger(__name__)
 
@@ -105,7 +104,6 @@ class DecodeService:
         self._clock = clock
         self._metrics = metrics
         self._events = events
-        self._step_fit = StepFit()
         self._roots = HashRoots(identity.model_fingerprint, identity.block_size)
         self._requests: dict[RequestId, _Request] = {}
         self._sessions: set[_Session] = set()
@@ -132,7 +130,7 @@ class DecodeService:
             num_decodes=self._scheduler.num_decodes,
             num_context_tokens=self._scheduler.num_context_tokens,
             chunk_tokens=self._scheduler.chunk_tokens,
-            step_times=self._step_fit.times,
+            step_times=self._scheduler.step_times,
         )
 
     async def drained(self) -> None:
@@ -155,10 +153,8 @@ class DecodeService:
                 self._wake.clear()
                 await self._wake.wait()
                 continue
-            shape = StepShape.of(plan, self._scheduler.num_context_tokens)
             result = await self._device.execute(plan)
             self._metrics.step.observe(result.duration_s)
-            self._step_fit.observe(shape, result.duration_s)
             self._tell(self._scheduler.apply(plan, result, self._clock.now()))
             self.watch.changed()
 

@@ -15,6 +15,8 @@ from common.errors import ContextLengthExceeded, PromptTooLargeForPool
 from common.scheduling.kv_cache import KvCache
 from common.scheduling.plan import PageKind, PrefillChunk, StepPlan, StepResult, TagOrder
 from common.scheduling.prompt_queue import Prompt, PromptQueue
+from common.scheduling.step_fit import StepFit
+from common.scheduling.step_time import StepShape, StepTimes
 from common.types import BlockId, OutputKey, PromptLogprobs, TokenLogprobs
 from kvtransfer.source import Page
 
@@ -68,10 +70,11 @@ class PrefillScheduler:
         self._drops: list[OutputKey] = []
         self._handed_out: Counter[tuple[PageKind, BlockId]] = Counter()
         self._steps = 0
+        self._step_fit = StepFit()
 
     @property
     def num_running(self) -> int:
-        return sum(prompt.is_started for prompt in self._queue)
+        return self._queue.num_started
 
     @property
     def num_waiting(self) -> int:
@@ -85,6 +88,10 @@ class PrefillScheduler:
     def chunk_tokens(self) -> int:
         """Prompt tokens that a step may carry."""
         return self._chunk_tokens
+
+    @property
+    def step_times(self) -> StepTimes | None:
+        return self._step_fit.times
 
     def add(
         self,
@@ -142,6 +149,7 @@ class PrefillScheduler:
         return [self._hand_out(chunk) for chunk in plan.chunks if chunk.key not in self._aborted]
 
     def apply(self, plan: StepPlan, result: StepResult, now: float) -> list[Fact]:
+        self._step_fit.observe(StepShape.of(plan, 0), result.duration_s)
         facts: list[Fact] = [*self.stored(plan)]
         self._in_flight = None
         row = 0

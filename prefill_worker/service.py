@@ -41,8 +41,6 @@ from common.scheduling.block_hash import HashChain
 from common.scheduling.kv_cache import KvCache
 from common.scheduling.plan import StepPlan
 from common.scheduling.prompt_queue import Prompt, shareable
-from common.scheduling.step_fit import StepFit
-from common.scheduling.step_time import StepShape
 from common.types import OutputKey
 from common.worker import Device, HashRoots, Identity, Load, WatchService
 from common.worker_metrics import WorkerMetrics
@@ -105,7 +103,6 @@ class PrefillService:
         self._metrics = metrics
         self._events = events
         self._handoff_stall_s = handoff_stall_s
-        self._step_fit = StepFit()
         self._roots = HashRoots(identity.model_fingerprint, identity.block_size)
         self._handoffs: dict[OutputKey, _Handoff] = {}
         self._wake = asyncio.Event()
@@ -125,7 +122,7 @@ class PrefillService:
             num_queued_tokens=self._scheduler.num_queued_tokens,
             max_prompt_tokens=min(self._identity.max_model_len, self._cache.max_tokens),
             chunk_tokens=self._scheduler.chunk_tokens,
-            step_times=self._step_fit.times,
+            step_times=self._scheduler.step_times,
         )
 
     async def drained(self) -> None:
@@ -152,7 +149,6 @@ class PrefillService:
                 )
             result = await self._device.execute(plan, partial(self._stored, plan))
             self._metrics.step.observe(result.duration_s)
-            self._step_fit.observe(StepShape.of(plan, 0), result.duration_s)
             for fact in self._scheduler.apply(plan, result, self._clock.now()):
                 self._on_scheduler(fact)
             self._changed()
@@ -246,6 +242,7 @@ class PrefillService:
             ),
             output_index=request.output_index,
             priority=request.priority,
+            client=request.client,
         )
         now = self._clock.now()
         self._scheduler.add(prompt, chain.full, chain.open, message.num_held_blocks, now)

@@ -1,16 +1,16 @@
 """Which prompts are computed next, chunk by chunk. Shared by prefill workers and by decode workers
 that prefill.
 
-Order: higher priority first, then fewest tokens left, with ageing: a prompt gains
-`AGEING_TOKENS_PER_S` on those that arrive later, so a long one is overtaken only by prompts that
-arrive within a bounded time. Since ageing is linear in time, waiting prompts never change places,
-and a sorted list is enough.
+Order: higher priority first, then clients by turns (common/scheduling/fair_line.py), and among the
+prompts of a client fewest tokens left, with ageing: a prompt gains `AGEING_TOKENS_PER_S` on those
+that arrive later, so a long one is overtaken only by prompts that arrive within a bounded time.
+Since ageing is linear in time, waiting prompts never change places.
 
 A prompt's blocks are reserved as a whole when its first chunk is planned. One that does not fit
-lets smaller ones pass for at most `MAX_OVERTAKEN_S`, then the line waits for it.
+lets smaller ones pass for at most `MAX_OVERTAKEN_S`, then nothing new is started before it; what
+has its blocks always goes on, so they come free.
 """
 
-from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from common.scheduling.chunk_budget import ChunkRoom
+from common.scheduling.fair_line import FairLine
 from common.scheduling.kv_cache import BlockTable, KvCache
 from common.scheduling.plan import OutputStart, PrefillChunk
 from common.types import OutputKey, PromptLogprobs, SamplingParams
@@ -44,20 +46,23 @@ class Prompt:
     hashes: list[bytes]
     output_index: int = 0
     priority: int = 0
+    client: str = ""
     arrival: float = 0.0
     table: BlockTable | None = None
     num_computed_tokens: int = 0
     num_cached_tokens: int = 0
     logprobs: list[PromptLogprobs] = field(default_factory=list)
-    order: tuple[int, float, int] = field(default=(0, 0.0, 0))
+    place: tuple[float, int] = (0.0, 0)
+    """Among the prompts of its client; changed by the queue alone."""
 
     @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
 
     @property
-    def is_started(self) -> bool:
-        return self.table is not None
+    def cost(self) -> int:
+        """Tokens left to compute."""
+        return len(self.token_ids) - self.num_computed_tokens
 
     @property
     def prompt_logprobs(self) -> PromptLogprobs | None:
@@ -83,26 +88,33 @@ def shareable(
 class PromptQueue:
     def __init__(self, cache: KvCache) -> None:
         self._cache = cache
-        self._order: list[tuple[tuple[int, float, int], Prompt]] = []
+        self._line: FairLine[Prompt] = FairLine()
         self._by_key: dict[OutputKey, Prompt] = {}
+        self._started: dict[OutputKey, Prompt] = {}
         self._arrivals = 0
         self.num_queued_tokens = 0
 
     def __len__(self) -> int:
-        return len(self._order)
+        return len(self._by_key)
 
     def __iter__(self) -> Iterator[Prompt]:
-        return (prompt for _, prompt in self._order)
+        return iter(self._by_key.values())
+
+    @property
+    def num_started(self) -> int:
+        """Prompts that have their blocks."""
+        return len(self._started)
 
     def add(self, prompt: Prompt, now: float) -> None:
         assert prompt.key not in self._by_key
         self._arrivals += 1
         prompt.arrival = now
-        left = prompt.num_tokens - prompt.num_computed_tokens
-        prompt.order = (-prompt.priority, left + AGEING_TOKENS_PER_S * now, self._arrivals)
-        insort(self._order, (prompt.order, prompt), key=lambda item: item[0])
+        prompt.place = (prompt.cost + AGEING_TOKENS_PER_S * now, self._arrivals)
+        self._line.add(prompt)
         self._by_key[prompt.key] = prompt
-        self.num_queued_tokens += left
+        if prompt.table is not None:
+            self._started[prompt.key] = prompt
+        self.num_queued_tokens += prompt.cost
 
     def get(self, key: OutputKey) -> Prompt | None:
         return self._by_key.get(key)
@@ -110,33 +122,50 @@ class PromptQueue:
     def remove(self, key: OutputKey) -> Prompt:
         """Takes a prompt out; its table, if any, stays with it."""
         prompt = self._by_key.pop(key)
-        del self._order[bisect_left(self._order, prompt.order, key=lambda item: item[0])]
-        self.num_queued_tokens -= prompt.num_tokens - prompt.num_computed_tokens
+        self._started.pop(key, None)
+        self._line.remove(prompt)
+        self.num_queued_tokens -= prompt.cost
         return prompt
 
     def plan(
-        self, budget: int, now: float
+        self, room: int | ChunkRoom, now: float
     ) -> tuple[tuple[OutputStart, ...], tuple[PrefillChunk, ...]]:
-        """Chunks worth at most `budget` tokens, and the outputs that start with them."""
+        """Chunks that `room` (or a room of so many tokens) has place for, and the outputs that
+        start with them.
+        """
+        if isinstance(room, int):
+            room = ChunkRoom(room, self._cache.block_size)
         starts: list[OutputStart] = []
         chunks: list[PrefillChunk] = []
-        blocked = 0
-        for _, prompt in self._order:
-            if budget <= 0 or blocked > MAX_TRIED:
-                break
-            if prompt.table is None and not self._start(prompt):
-                blocked += 1
-                if now - prompt.arrival > MAX_OVERTAKEN_S:
-                    break
-                continue
-            num_tokens = self._chunk_tokens(prompt, budget)
+        for prompt in self._candidates(now):
+            num_tokens = room.take(prompt.num_computed_tokens, prompt.cost)
             if num_tokens == 0:
                 break
             if prompt.num_computed_tokens == prompt.num_cached_tokens:
                 starts.append(_output_start(prompt))
             chunks.append(self._chunk(prompt, num_tokens))
-            budget -= num_tokens
+            if room.is_full:
+                break
+        for chunk in chunks:
+            prompt = self._by_key[chunk.key]
+            self._line.charge(prompt.client, prompt.priority, chunk.num_tokens)
         return tuple(starts), tuple(chunks)
+
+    def _candidates(self, now: float) -> Iterator[Prompt]:
+        """Prompts with blocks, in the order of service; each is started when it is asked for."""
+        given: set[OutputKey] = set()
+        num_blocked = 0
+        for prompt in self._line:
+            if prompt.table is None and not self._start(prompt):
+                num_blocked += 1
+                if num_blocked > MAX_TRIED or now - prompt.arrival > MAX_OVERTAKEN_S:
+                    break
+                continue
+            given.add(prompt.key)
+            yield prompt
+        for prompt in sorted(self._started.values(), key=lambda p: (-p.priority, p.place)):
+            if prompt.key not in given:
+                yield prompt
 
     def apply(self, chunk: PrefillChunk) -> Prompt | None:
         """A chunk is computed. The prompt; None when it was removed meanwhile. A finished one
@@ -147,10 +176,15 @@ class PromptQueue:
             return None
         assert prompt.table is not None
         assert prompt.num_computed_tokens == chunk.start
+        self._line.remove(prompt)
         prompt.num_computed_tokens += chunk.num_tokens
         self.num_queued_tokens -= chunk.num_tokens
-        if prompt.num_computed_tokens == prompt.num_tokens:
-            self.remove(prompt.key)
+        if prompt.cost == 0:
+            del self._by_key[prompt.key]
+            del self._started[prompt.key]
+        else:
+            prompt.place = (prompt.place[0] - chunk.num_tokens, prompt.place[1])
+            self._line.add(prompt)
         return prompt
 
     def _start(self, prompt: Prompt) -> bool:
@@ -158,6 +192,7 @@ class PromptQueue:
         if table is None:
             return False
         prompt.table = table
+        self._started[prompt.key] = prompt
         self.begin_after(prompt, table.num_named * self._cache.block_size)
         return True
 
@@ -166,12 +201,6 @@ class PromptQueue:
         if prompt.key in self._by_key:
             self.num_queued_tokens -= num_cached_tokens - prompt.num_computed_tokens
         prompt.num_cached_tokens = prompt.num_computed_tokens = num_cached_tokens
-
-    def _chunk_tokens(self, prompt: Prompt, budget: int) -> int:
-        left = prompt.num_tokens - prompt.num_computed_tokens
-        if left <= budget:
-            return left
-        return budget - budget % self._cache.block_size
 
     def _chunk(self, prompt: Prompt, num_tokens: int) -> PrefillChunk:
         assert prompt.table is not None
@@ -188,11 +217,10 @@ class PromptQueue:
         )
 
     def check_invariants(self) -> None:
-        assert [order for order, _ in self._order] == sorted(order for order, _ in self._order)
-        assert {prompt.key for _, prompt in self._order} == set(self._by_key)
-        assert self.num_queued_tokens == sum(
-            prompt.num_tokens - prompt.num_computed_tokens for prompt in self
-        )
+        self._line.check_invariants()
+        assert {id(prompt) for prompt in self._line} == {id(p) for p in self._by_key.values()}
+        assert self._started == {p.key: p for p in self if p.table is not None}
+        assert self.num_queued_tokens == sum(prompt.cost for prompt in self)
         for prompt in self:
             assert prompt.num_cached_tokens <= prompt.num_computed_tokens < prompt.num_tokens
 

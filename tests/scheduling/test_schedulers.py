@@ -17,7 +17,8 @@ from common.scheduling.kv_cache import KvCache
 from common.scheduling.plan import StepPlan, StepResult
 from common.scheduling.prompt_queue import Prompt, PromptQueue, shareable
 from common.types import FinishReason, SamplingParams
-from decode_worker.scheduler import BatchScheduler, Facts
+from decode_worker.entries import Facts
+from decode_worker.scheduler import BatchScheduler
 from prefill_worker.scheduler import ChunkComputed, PrefillScheduler, PromptComputed, PromptFailed
 
 BLOCK = 4
