@@ -142,44 +142,12 @@ class Puller:
     def _destination(self, entry: Entry, link: Link) -> HandoffDestination:
         first_block = entry.num_cached_tokens // self._block_size
         return HandoffDestination(
-            expected=self._expected(entry, first_block),
+            expected=expected_pages(entry, first_block, self._block_size),
             first_block=first_block,
             incarnation=link.numeric_incarnation,
             zone=self._zone,
             on_slots_freed=self.slots_freed,
         )
-
-    def _expected(self, entry: Entry, first_block: int) -> Sequence[ExpectedPage]:
-        sampling = entry.request.sampling
-        if len(entry.token_ids) + 1 - entry.request.num_prompt_tokens >= sampling.max_tokens:
-            return ()  # the first token is the last one: nothing to decode, nothing to pull
-        table, size = entry.table, self._block_size
-        assert table is not None
-        num_full = entry.num_tokens // size
-        pages = [
-            ExpectedPage(
-                index=index,
-                kind=PageKind.PACKED if index else PageKind.EXACT,
-                block_id=table.block_ids[index],
-                content_hash=entry.chain.full[index],
-                num_tokens=size,
-            )
-            for index in range(first_block, num_full)
-        ]
-        open_hash = entry.chain.open
-        if open_hash is not None:
-            tail = table.block_ids[0] if num_full == 0 else table.tail
-            assert tail is not None
-            pages.append(
-                ExpectedPage(
-                    index=num_full,
-                    kind=PageKind.EXACT,
-                    block_id=tail,
-                    content_hash=open_hash,
-                    num_tokens=entry.num_tokens % size,
-                )
-            )
-        return pages
 
     # --- the stream ----------------------------------------------------------------------------
 
@@ -350,6 +318,40 @@ class Puller:
             self._give_up(
                 "every landing slot is quarantined by reads that were given up and have not ended"
             )
+
+
+def expected_pages(entry: Entry, first_block: int, block_size: int) -> Sequence[ExpectedPage]:
+    """What is pulled for an admitted request that holds its first `first_block` blocks already."""
+    sampling = entry.request.sampling
+    if len(entry.token_ids) + 1 - entry.request.num_prompt_tokens >= sampling.max_tokens:
+        return ()  # the first token is the last one: nothing to decode, nothing to pull
+    table, size = entry.table, block_size
+    assert table is not None
+    num_full = entry.num_tokens // size
+    pages = [
+        ExpectedPage(
+            index=index,
+            kind=PageKind.PACKED if index else PageKind.EXACT,
+            block_id=table.block_ids[index],
+            content_hash=entry.chain.full[index],
+            num_tokens=size,
+        )
+        for index in range(first_block, num_full)
+    ]
+    open_hash = entry.chain.open
+    if open_hash is not None:
+        tail = table.block_ids[0] if num_full == 0 else table.tail
+        assert tail is not None
+        pages.append(
+            ExpectedPage(
+                index=num_full,
+                kind=PageKind.EXACT,
+                block_id=tail,
+                content_hash=open_hash,
+                num_tokens=entry.num_tokens % size,
+            )
+        )
+    return pages
 
 
 def _id(pull: _Pull) -> str:
