@@ -9,6 +9,8 @@ come from it. `tandem.py` hands the config to the process's composition root.
 
 import argparse
 import difflib
+import functools
+import operator
 import os
 import tomllib
 import types
@@ -26,6 +28,12 @@ MAX_GPU_MEMORY_UTILIZATION = 0.92
 LogLevel = Literal["debug", "info", "warning", "error"]
 KvCodec = Literal["fp8_e4m3", "fp8_e5m2", "int8", "int4", "bf16", "fp32"]
 BlockSize = Literal[16, 32]
+ChunkTokens = int | Literal["auto"]
+
+MAX_AUTO_CHUNK = 512
+"""Prompt tokens of the largest chunk with `--chunk-tokens auto`. Larger ones hardly compute faster,
+and pages leave a prefill worker chunk by chunk.
+"""
 
 
 def option(help: str, *, default: Any = MISSING, metavar: str = "", shown: str = "") -> Any:
@@ -85,6 +93,12 @@ class RouterConfig:
         default=1024,
         metavar="N",
     )
+    itl_target: float | None = option(
+        "seconds between two tokens of a stream that prompt chunks in between should keep to",
+        default=None,
+        metavar="SECONDS",
+        shown="0.05, or twice a step without prompts where that is longer",
+    )
     request_timeout_s: float = option(
         "a request that takes longer is ended", default=600.0, metavar="SECONDS"
     )
@@ -119,6 +133,7 @@ class RouterConfig:
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ConfigError("--tls-cert and --tls-key go together")
         check_at_least("max_waiting", self.max_waiting, 1)
+        check_positive("itl_target", self.itl_target)
         check_positive("request_timeout_s", self.request_timeout_s)
         check_positive("drain_s", self.drain_s)
 
@@ -152,8 +167,11 @@ class WorkerConfig:
         metavar="SHARE",
         shown="0.9 on a GPU",
     )
-    chunk_tokens: int = option(
-        "prompt tokens per step, a multiple of the block size", default=512, metavar="N"
+    chunk_tokens: ChunkTokens = option(
+        "most prompt tokens per step, a multiple of the block size; auto: at most "
+        f"{MAX_AUTO_CHUNK}, and beside running streams what keeps to the ITL target",
+        default="auto",
+        metavar="N|auto",
     )
     max_num_seqs: int = option("outputs that decode at the same time", default=256, metavar="N")
     max_waiting: int = option(
@@ -203,7 +221,7 @@ class WorkerConfig:
         check_distinct({"listen": self.listen, "metrics": self.metrics})
         check_plaintext("listen", self.listen, self)
         check_at_least("kv_blocks", self.kv_blocks, 1)
-        check_chunk(self.chunk_tokens, self.block_size)
+        check_chunk(self.max_chunk_tokens, self.block_size)
         check_at_least("max_num_seqs", self.max_num_seqs, 1)
         check_at_least("max_model_len", self.max_model_len, 1)
         check_at_least("threads", self.threads, 1)
@@ -220,6 +238,15 @@ class WorkerConfig:
                 "--gpu-memory-utilization needs a GPU, but --device is cpu;"
                 " size the pool with --kv-blocks"
             )
+
+    @property
+    def max_chunk_tokens(self) -> int:
+        """Prompt tokens of the largest step: what the engine and the landing zone are sized for."""
+        return MAX_AUTO_CHUNK if self.chunk_tokens == "auto" else self.chunk_tokens
+
+    @property
+    def is_chunk_auto(self) -> bool:
+        return self.chunk_tokens == "auto"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -284,7 +311,9 @@ class ServeConfig:
             check_address(name, getattr(self, name))
         check_distinct({"http": self.http, "grpc": self.grpc, "metrics": self.metrics})
         check_at_least("kv_blocks", self.kv_blocks, 1)
-        check_chunk(512 if self.chunk_tokens is None else self.chunk_tokens, self.block_size or 16)
+        if isinstance(self.chunk_tokens, int):
+            check_chunk(self.chunk_tokens, self.block_size or 16)
+        check_positive("itl_target", self.itl_target)
         check_at_least("threads", self.threads, 1)
         check_positive("start_timeout_s", self.start_timeout_s)
         check_positive("drain_s", self.drain_s)
@@ -493,7 +522,11 @@ def add_flag(parser: argparse.ArgumentParser, command: str, entry: Field[Any]) -
     core = without_none(option_type(command, entry.name))
     text = entry.metadata["help"].replace("%", "%%") + f" ({default_text(entry)})"
     common: dict[str, Any] = {"dest": entry.name, "default": argparse.SUPPRESS, "help": text}
-    if core is bool:
+    if core == ChunkTokens:
+        parser.add_argument(
+            flag(entry.name), type=number_or_auto, metavar=entry.metadata["metavar"], **common
+        )
+    elif core is bool:
         parser.add_argument(flag(entry.name), action=argparse.BooleanOptionalAction, **common)
     elif get_origin(core) is Literal:
         choices = get_args(core)
@@ -517,6 +550,15 @@ def default_text(entry: Field[Any]) -> str:
         else entry.default
     )
     return f"default: {entry.metadata['shown'] or default}"
+
+
+def number_or_auto(text: str) -> int | str:
+    if text == "auto":
+        return text
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a number nor auto") from None
 
 
 def comma_separated(text: str) -> tuple[str, ...]:
@@ -564,6 +606,10 @@ def toml_value(path: Path, command: str, name: str, value: Any) -> Any:
         if isinstance(value, list) and all(isinstance(part, str) for part in value):
             return tuple(value)
         raise ConfigError(f"{where} is {value!r}; it must be a list of strings")
+    if core == ChunkTokens:
+        if value != "auto" and type(value) is not int:
+            raise ConfigError(f"{where} is {value!r}; it must be a number or auto")
+        return value
     if core is float and type(value) is int:
         return float(value)
     if type(value) is not core:
@@ -573,7 +619,8 @@ def toml_value(path: Path, command: str, name: str, value: Any) -> Any:
 
 def without_none(kind: Any) -> Any:
     if get_origin(kind) in (Union, types.UnionType):
-        return next(part for part in get_args(kind) if part is not type(None))
+        parts = [part for part in get_args(kind) if part is not type(None)]
+        return functools.reduce(operator.or_, parts)
     return kind
 
 
@@ -629,8 +676,8 @@ def check_at_least(name: str, value: int | None, least: int) -> None:
         raise ConfigError(f"{flag(name)} is {value}; it must be at least {least}")
 
 
-def check_positive(name: str, value: float) -> None:
-    if not 0 < value < float("inf"):
+def check_positive(name: str, value: float | None) -> None:
+    if value is not None and not 0 < value < float("inf"):
         raise ConfigError(f"{flag(name)} is {value}; it must be above 0")
 
 

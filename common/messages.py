@@ -2,7 +2,7 @@
 int32 bytes.
 
     router  --Watch-->   worker          Watch, then WorkerState whenever it changes
-    router  <-Session->  decode worker   -> Hello, Submit, Route, Cancel
+    router  <-Session->  decode worker   -> Hello, Submit, Route, Cancel, ChunkBudget
                                          <- Admitted, PrefillDone, TokenBatch, Failed
     decode  <-Handoff->  prefill worker  -> HandoffRequest, PagesTaken, half-close
                                          <- PagesReady, FirstTokens

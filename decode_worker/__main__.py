@@ -25,7 +25,8 @@ async def assemble(parts: Parts, group: TaskGroup) -> Assembly:
     is_colocated = config.role == "colocated"
     scheduler = BatchScheduler(
         parts.cache,
-        chunk_tokens=config.chunk_tokens,
+        chunk_tokens=config.max_chunk_tokens,
+        is_chunk_auto=config.is_chunk_auto,
         max_num_seqs=config.max_num_seqs,
         max_waiting=config.max_waiting,
         max_model_len=parts.sizes.max_model_len,

@@ -1,6 +1,7 @@
 """The decode worker's shell: sessions with routers, hand-offs from prefill workers, the step loop.
 
-    Session:  Submit -> scheduler.add -> admit -> Admitted -> Route -> hand-off, or local prefill
+    Session:  ChunkBudget -> scheduler.set_chunk_budget
+              Submit -> scheduler.add -> admit -> Admitted -> Route -> hand-off, or local prefill
               -> TokenBatch ...
     steps:    admit, plan -> device -> apply -> one TokenBatch per session
 
@@ -25,6 +26,7 @@ from common.messages import (
     PROTOCOL_VERSION,
     Admitted,
     Cancel,
+    ChunkBudget,
     Failed,
     GenerateRequest,
     Hello,
@@ -57,6 +59,7 @@ class _Session:
     outbox: deque[object] = field(default_factory=deque)
     wake: asyncio.Event = field(default_factory=asyncio.Event)
     request_ids: set[RequestId] = field(default_factory=set)
+    chunk_budget: int | None = None
     error: TandemError | None = None
 
     def put(self, message: object) -> None:
@@ -273,6 +276,7 @@ class DecodeService:
             for request_id in list(session.request_ids):
                 self._abort(request_id)
             self._sessions.discard(session)
+            self._limit_chunks()
             self._idle.set()
         if session.error is not None:
             raise session.error
@@ -314,11 +318,20 @@ class DecodeService:
                         self._abort(request_id)
                     else:
                         self._tell(self._scheduler.end_output(request_id, index))
+                case ChunkBudget(max_tokens=max_tokens) if max_tokens > 0:
+                    session.chunk_budget = max_tokens
+                    self._limit_chunks()
                 case Route() | Cancel():
                     pass  # it has ended meanwhile
                 case _:
                     session.error = MalformedMessage(f"{type(message).__name__} in a session")
                     return
+
+    def _limit_chunks(self) -> None:
+        """The smallest budget of all sessions holds."""
+        budgets = [s.chunk_budget for s in self._sessions if s.chunk_budget is not None]
+        self._scheduler.set_chunk_budget(min(budgets, default=None))
+        self.watch.changed()
 
     def _submit(self, session: _Session, request: GenerateRequest) -> None:
         try:

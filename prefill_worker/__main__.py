@@ -20,7 +20,7 @@ async def assemble(parts: Parts, group: TaskGroup) -> Assembly:
         identity=parts.identity,
         scheduler=PrefillScheduler(
             parts.cache,
-            chunk_tokens=parts.config.chunk_tokens,
+            chunk_tokens=parts.config.max_chunk_tokens,
             max_model_len=parts.sizes.max_model_len,
         ),
         cache=parts.cache,

@@ -21,6 +21,7 @@ from common.messages import PROTOCOL_VERSION, Hello, KvEvents, Watch, WorkerStat
 from common.rpc import Connect, Peer, Stream
 from router.dispatch import Dispatcher
 from router.fleet import Fleet, Worker
+from router.interleave import Interleave
 from router.session import Session
 
 log = logging.getLogger(__name__)
@@ -57,6 +58,7 @@ class Discovery:
         dispatcher: Dispatcher,
         connect: Connect,
         router_id: str,
+        interleave: Interleave | None = None,
         resolve: Resolve = resolve,
         refresh_s: float = REFRESH_S,
     ) -> None:
@@ -65,6 +67,7 @@ class Discovery:
         self._dispatcher = dispatcher
         self._connect = connect
         self._router_id = router_id
+        self._interleave = interleave or Interleave()
         self._resolve = resolve
         self._refresh_s = refresh_s
         self._wanted: dict[str, set[str]] = {}
@@ -182,6 +185,7 @@ class Discovery:
         worker = self._fleet.observe(address, message)
         if worker is not before:
             log.info("found %s %s, incarnation %s", message.role, address, message.incarnation)
+        self._interleave.observed(message)
         self._dispatcher.fleet_changed()
         return worker
 
@@ -191,6 +195,7 @@ class Discovery:
         while True:
             session = Session(peer.open("Session"), address)
             self._dispatcher.session_opened(incarnation, session)
+            self._interleave.session_opened(incarnation, session.limit_chunks)
             self._fleet.session_up(address, incarnation)
             self._dispatcher.fleet_changed()
             started_at = asyncio.get_running_loop().time()
@@ -208,6 +213,7 @@ class Discovery:
 
     def _session_ended(self, address: str, incarnation: str) -> None:
         self._dispatcher.session_closed(incarnation)
+        self._interleave.session_closed(incarnation)
         self._fleet.session_down(address, incarnation)
 
 

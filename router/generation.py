@@ -206,7 +206,11 @@ class TextService:
         try:
             for index, (prompt, max_tokens) in enumerate(zip(prompts, limits, strict=True)):
                 request = self._request(request_id, index, prompt, max_tokens, options)
-                request = dataclasses.replace(request, deadline_s=max(deadline_s, 0.001))
+                request = dataclasses.replace(
+                    request,
+                    deadline_s=max(deadline_s, 0.001),
+                    client="" if key is None else key.client,
+                )
                 generation.add(request, self._dispatcher)
         except BaseException:
             generation.close()

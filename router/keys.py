@@ -29,6 +29,11 @@ class Key:
     max_outputs: int | None = None
     num_outputs: int = 0
 
+    @property
+    def client(self) -> str:
+        """Who workers think asks: keys of one name are one client. They need not know the name."""
+        return hashlib.blake2b(self.name.encode(), digest_size=6).hexdigest()
+
     def take(self, num_outputs: int) -> None:
         """Raises Overloaded. An idle key takes a request of any size."""
         limit = self.max_outputs

@@ -15,6 +15,7 @@ from common.errors import DecodeLost, MalformedMessage, TandemError
 from common.messages import (
     Admitted,
     Cancel,
+    ChunkBudget,
     Failed,
     GenerateRequest,
     Hello,
@@ -78,6 +79,10 @@ class Session:
         """One of the request's outputs is not wanted any more."""
         if request_id in self._sinks:
             self._outbox.put_nowait(Cancel(request_id=request_id, output_index=output_index))
+
+    def limit_chunks(self, max_tokens: int) -> None:
+        """At most so many prompt tokens beside running streams, from now on."""
+        self._outbox.put_nowait(ChunkBudget(max_tokens=max_tokens))
 
     def forget(self, request_id: RequestId) -> None:
         """The request has ended by itself: all its outputs have finished."""

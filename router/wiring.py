@@ -28,6 +28,7 @@ from router.fleet import Fleet
 from router.generation import TextService
 from router.grpc_front import GrpcFront, open_grpc
 from router.http_app import HttpServer, listen, make_app, make_server
+from router.interleave import Interleave
 from router.keys import KeyRing
 from router.metrics import RouterMetrics
 from router.parts import guessed_tool_parser
@@ -141,6 +142,7 @@ def open_router(
         dispatcher=dispatcher,
         connect=connect,
         router_id=f"{draw_bits(64):016x}",
+        interleave=Interleave(config.itl_target),
     )
     tls = None
     if config.tls_cert is not None and config.tls_key is not None:

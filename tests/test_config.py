@@ -48,8 +48,9 @@ def worker(*arguments: str) -> WorkerConfig:
 def test_defaults_of_a_prefill_worker(model: str) -> None:
     config = worker("prefill", "--model", model)
     assert (config.role, config.kv_codec, config.block_size, config.chunk_tokens) == (
-        "prefill", "fp8_e4m3", 16, 512,
+        "prefill", "fp8_e4m3", 16, "auto",
     )  # fmt: skip
+    assert config.max_chunk_tokens == 512
     assert (config.max_num_seqs, config.kv_blocks, config.threads) == (256, None, None)
 
 
@@ -80,8 +81,19 @@ def toml_literal(command: str, name: str, model: str, port: int) -> str:
     if get_origin(core) is tuple:
         is_codecs = option_fields(command)[name].metadata["metavar"] == "CODEC,..."
         return '["fp8_e4m3", "bf16"]' if is_codecs else '["127.0.0.1:7", "localhost:8"]'
-    shapes = {"HOST:PORT": f"127.0.0.1:{9000 + port}", "DIR": model}
+    shapes = {"HOST:PORT": f"127.0.0.1:{9000 + port}", "DIR": model, "N|auto": "auto"}
     return json.dumps(shapes.get(option_fields(command)[name].metadata["metavar"], "text"))
+
+
+def test_chunks_are_a_number_or_auto(model: str, tmp_path: Path) -> None:
+    config = worker("decode", "--model", model, "--chunk-tokens", "64")
+    assert (config.max_chunk_tokens, config.is_chunk_auto) == (64, False)
+    path = toml(tmp_path, '[decode]\nchunk-tokens = "auto"\n')
+    config = worker("decode", "--config", path, "--model", model)
+    assert (config.max_chunk_tokens, config.is_chunk_auto) == (512, True)
+    path = toml(tmp_path, "[decode]\nchunk-tokens = 1.5\n")
+    with pytest.raises(ConfigError, match="it must be a number or auto"):
+        worker("decode", "--config", path, "--model", model)
 
 
 def test_decode_colocated_is_a_role(model: str, tmp_path: Path) -> None:
@@ -121,6 +133,8 @@ def test_serve_leaves_to_the_workers_what_was_not_given() -> None:
         (["serve", "--grpc", "127.0.0.1:8000"], "--http and --grpc are both 127.0.0.1:8000"),
         (["serve", "--block-size", "8"], r"--block-size: invalid choice: 8 \(choose from 16, 32\)"),
         (["serve", "--chunk-tokens", "24"], "--chunk-tokens is 24; it must be a multiple"),
+        (["serve", "--chunk-tokens", "many"], "'many' is neither a number nor auto"),
+        (["serve", "--itl-target", "0"], "--itl-target is 0.0; it must be above 0"),
         (["serve", "--threads", "0"], "--threads is 0; it must be at least 1"),
         (["serve", "--model", "/nowhere"], "--model: /nowhere is no model directory"),
         (["serve", "--drain-s", "nan"], "--drain-s is nan; it must be above 0"),

@@ -85,7 +85,7 @@ def plan_memory(config: WorkerConfig, model: ModelConfig) -> Sizes:
     num_blocks = config.kv_blocks or _default_blocks(config, layout, device)
     num_exact = min(2 * config.max_num_seqs, 2 * num_blocks) + num_blocks // 16 + 2
     pulls = config.role == "decode"
-    landing = 2 * PULLS_AT_ONCE * -(-config.chunk_tokens // config.block_size)
+    landing = 2 * PULLS_AT_ONCE * -(-config.max_chunk_tokens // config.block_size)
     return Sizes(
         num_blocks=num_blocks,
         num_exact=num_exact,
@@ -122,7 +122,7 @@ def open_runner(config: WorkerConfig, sizes: Sizes, incarnation: int) -> ModelRu
         dtype=config.dtype,
         num_threads=config.threads or os.cpu_count() or 1,
         incarnation=incarnation,
-        max_num_tokens=config.chunk_tokens + config.max_num_seqs,
+        max_num_tokens=config.max_chunk_tokens + config.max_num_seqs,
     )
     runner.self_test()
     return runner
