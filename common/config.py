@@ -25,6 +25,7 @@ from common.errors import ConfigError
 LOOPBACK = {"127.0.0.1", "::1", "localhost"}
 MAX_GPU_MEMORY_UTILIZATION = 0.92
 
+PrefillWhere = Literal["auto", "remote"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 KvCodec = Literal["fp8_e4m3", "fp8_e5m2", "int8", "int4", "bf16", "fp32"]
 BlockSize = Literal[16, 32]
@@ -87,6 +88,11 @@ class RouterConfig:
     decode: tuple[str, ...] = option(
         "decode and colocated workers, separated by commas, resolved likewise",
         metavar="HOST:PORT,...",
+    )
+    prefill_where: PrefillWhere = option(
+        "auto: where the first token is predicted to come soonest, at a prefill worker or on the "
+        "decode worker; remote: always at a prefill worker, if there is one",
+        default="auto",
     )
     max_waiting: int = option(
         "requests that may wait for a worker before new ones are refused with 429",
@@ -287,6 +293,11 @@ class ServeConfig:
         default=None,
         metavar="N",
         shown="512",
+    )
+    prefill_where: PrefillWhere | None = option(
+        "auto or remote: whether decode workers may prefill where that is faster",
+        default=None,
+        shown="auto",
     )
     threads: int | None = option(
         "CPU threads per worker", default=None, metavar="N", shown="an equal share of the cores"

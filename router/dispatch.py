@@ -2,21 +2,29 @@
 
 `journey` submits through `Dispatcher` and gets a `Placement`, its handle on the request at one
 decode worker. `discovery` tells it which sessions are open and calls `fleet_changed` so that
-journeys which wait for a worker go on.
+journeys which wait for a worker go on. What was chosen, and how well the time to the first token
+was foreseen, is told to a `RouteTally` (router/metrics.py).
 """
 
 from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
 from typing import Protocol
 
+from common.clock import Clock, MonotonicClock
 from common.errors import DecodeLost
 from common.messages import GenerateRequest
-from router.fleet import Fleet, Worker
-from router.routing import RoutingPolicy
+from router.fleet import Expected, Fleet, Worker
+from router.metrics import RouteTally
+from router.predict import Demand
+from router.prompt_hashes import HashBook, PromptHashes
+from router.routing import PrefillChoice, RoutingPolicy
 from router.session import Session, Sink
 
 
 class Placing(Protocol):
     """What a journey needs of the dispatcher."""
+
+    async def prepare(self, token_ids: bytes, salt: str) -> None: ...
 
     def submit(
         self, request: GenerateRequest, sink: Sink, avoid: Collection[str]
@@ -27,10 +35,33 @@ class Placing(Protocol):
     def do_not_call(self, callback: Callable[[], None]) -> None: ...
 
 
+@dataclass(slots=True)
+class Context:
+    """What placing requests needs."""
+
+    fleet: Fleet
+    policy: RoutingPolicy
+    book: HashBook
+    tally: RouteTally
+    clock: Clock
+
+
 class Dispatcher:
-    def __init__(self, fleet: Fleet, policy: RoutingPolicy) -> None:
-        self._fleet = fleet
-        self._policy = policy
+    def __init__(
+        self,
+        fleet: Fleet,
+        policy: RoutingPolicy,
+        *,
+        tally: RouteTally | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        self._context = Context(
+            fleet=fleet,
+            policy=policy,
+            book=HashBook(fleet),
+            tally=tally or RouteTally(),
+            clock=clock or MonotonicClock(),
+        )
         self._sessions: dict[str, Session] = {}
         self._waiting: dict[Callable[[], None], None] = {}
 
@@ -48,11 +79,28 @@ class Dispatcher:
 
     # --- from journeys ----------------------------------------------------------------------------
 
+    async def prepare(self, token_ids: bytes, salt: str) -> None:
+        """May be called before `submit`: what takes long with a large prompt is done then."""
+        await self._context.book.prepare(token_ids, salt)
+
     def submit(
         self, request: GenerateRequest, sink: Sink, avoid: Collection[str]
     ) -> "Placement | None":
         """None when no worker can take it now."""
-        worker = self._policy.choose_decode(self._fleet.decode_workers(avoid))
+        context = self._context
+        num_tokens = len(request.token_ids) // 4
+        hashes = context.book.hashes(request)
+        demand = Demand(
+            num_tokens=num_tokens,
+            max_tokens=request.sampling.max_tokens + request.num_prompt_tokens - num_tokens,
+            num_outputs=request.sampling.n,
+            cached_tokens=context.book.hits(hashes),
+        )
+        worker = context.policy.choose_decode(
+            context.fleet.decode_workers(avoid),
+            demand,
+            context.fleet.all_prefill_workers(num_tokens, avoid),
+        )
         if worker is None:
             return None
         session = self._sessions.get(worker.state.incarnation)
@@ -62,7 +110,8 @@ class Dispatcher:
             session.submit(request, sink)
         except DecodeLost:
             return None
-        return Placement(self._fleet, self._policy, session, worker, request)
+        context.fleet.place(worker)
+        return Placement(context, session, worker, request, demand, hashes)
 
     def call_on_change(self, callback: Callable[[], None]) -> None:
         self._waiting[callback] = None
@@ -71,25 +120,21 @@ class Dispatcher:
         self._waiting.pop(callback, None)
 
 
+@dataclass(slots=True, eq=False)
 class Placement:
     """A request at a decode worker and, from `route` to `prefilled`, at a prefill worker."""
 
-    def __init__(
-        self,
-        fleet: Fleet,
-        policy: RoutingPolicy,
-        session: Session,
-        worker: Worker,
-        request: GenerateRequest,
-    ) -> None:
-        self._fleet = fleet
-        self._policy = policy
-        self._session = session
-        self._worker = worker
-        self._request = request
-        self._prefill: Worker | None = None
-        self._has_ended = False
-        fleet.place(worker)
+    _context: Context
+    _session: Session
+    _worker: Worker
+    _request: GenerateRequest
+    _demand: Demand
+    _hashes: list[PromptHashes]
+    _prefill: Worker | None = None
+    _expected: Expected | None = None
+    _prediction: tuple[float, float] | None = None
+    """When it was made, and how long until the first token."""
+    _has_ended: bool = False
 
     @property
     def decode_incarnation(self) -> str:
@@ -99,22 +144,60 @@ class Placement:
     def prefill_incarnation(self) -> str | None:
         return None if self._prefill is None else self._prefill.state.incarnation
 
-    def route(self, avoid: Collection[str]) -> None:
-        """Names the prefill worker; with none at hand the decode worker prefills by itself."""
-        num_tokens = len(self._request.token_ids) // 4
-        candidates = self._fleet.prefill_workers(self._worker, num_tokens, avoid)
-        chosen = self._policy.choose_prefill(candidates)
-        if chosen is None:
-            self._session.route(self._request.request_id, None, None)
+    def admitted(
+        self, num_cached_tokens: int, avoid: Collection[str], *, needs_route: bool
+    ) -> None:
+        """The decode worker has room, and has `num_cached_tokens` of the prompt. If it asks, it is
+        told where the rest is computed; with no prefill worker at hand that is itself.
+        """
+        self._context.tally.hit("decode", num_cached_tokens)
+        if not needs_route:
+            self._begun(self._worker, num_cached_tokens)
             return
-        self._prefill = chosen
-        self._fleet.place(chosen)
-        self._session.route(self._request.request_id, chosen.address, chosen.state.incarnation)
+        choice = self._choose_prefill(num_cached_tokens, avoid)
+        if choice.predicted_s is not None:
+            self._prediction = (self._context.clock.now(), choice.predicted_s)
+        request_id, prefill = self._request.request_id, choice.worker
+        if prefill is None:
+            self._begun(self._worker, num_cached_tokens)
+            self._session.route(request_id, None, None)
+            return
+        self._prefill = prefill
+        self._context.fleet.place(prefill)
+        held = self._demand.cached_tokens.get(prefill.order, 0)
+        self._context.tally.hit("prefill", held)
+        self._begun(prefill, held)
+        self._session.route(request_id, prefill.address, prefill.state.incarnation)
+
+    def _choose_prefill(self, num_cached_tokens: int, avoid: Collection[str]) -> PrefillChoice:
+        """With fresh loads and hits: the request may have waited for room since it was placed."""
+        context = self._context
+        cached = {**context.book.hits(self._hashes), self._worker.order: num_cached_tokens}
+        self._demand = replace(self._demand, cached_tokens=cached)
+        candidates = context.fleet.prefill_workers(self._worker, self._demand.num_tokens, avoid)
+        return context.policy.choose_prefill(self._worker, candidates, self._demand)
+
+    def _begun(self, worker: Worker, num_cached_tokens: int) -> None:
+        self._context.tally.prefill_begun(is_local=worker is self._worker)
+        num_left = max(0, self._demand.num_tokens - num_cached_tokens)
+        self._expected = self._context.fleet.expect(worker, num_left)
 
     def prefilled(self) -> None:
+        """The first token is there."""
+        if self._prediction is not None:
+            asked_at, predicted_s = self._prediction
+            self._prediction = None
+            self._context.tally.first_token(predicted_s, self._context.clock.now() - asked_at)
+        self._leave_prefill()
+
+    def _leave_prefill(self) -> None:
+        if self._expected is not None:
+            self._context.fleet.computed(self._expected)
+            self._expected = None
         if self._prefill is not None:
-            self._fleet.release(self._prefill)
+            self._context.fleet.release(self._prefill)
             self._prefill = None
+        self._hashes = []
 
     def cancel_output(self, output_index: int) -> None:
         self._session.cancel_output(self._request.request_id, output_index)
@@ -124,8 +207,8 @@ class Placement:
         if self._has_ended:
             return
         self._has_ended = True
-        self.prefilled()
-        self._fleet.release(self._worker)
+        self._leave_prefill()
+        self._context.fleet.release(self._worker)
         if is_complete:
             self._session.forget(self._request.request_id)
         else:

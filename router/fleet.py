@@ -64,6 +64,14 @@ class Worker:
         return (self.state.model_fingerprint, self.state.layout, self.state.block_size)
 
 
+@dataclass(frozen=True, slots=True, order=True)
+class BlockNaming:
+    """What hashes of blocks depend on, apart from tokens and salt."""
+
+    model_fingerprint: bytes
+    block_size: int
+
+
 @dataclass(frozen=True, slots=True)
 class Expected:
     """Prompt tokens that were sent to `worker`."""
@@ -181,6 +189,10 @@ class Fleet:
             if w.state.max_prompt_tokens >= num_tokens and w.state.incarnation not in avoid
         ]
 
+    def block_namings(self) -> tuple[BlockNaming, ...]:
+        """The ways in which workers in use name blocks; nearly always one."""
+        return self._view().namings
+
     def is_ready(self) -> bool:
         view = self._view()
         return view.has_full_path or (self._was_ready and bool(view.decoding))
@@ -262,6 +274,7 @@ class _View:
     excluded: dict[int, str | None]
     decoding: list[Worker]
     prefilling: list[Worker]
+    namings: tuple[BlockNaming, ...]
     has_full_path: bool
 
 
@@ -291,10 +304,18 @@ def _view(workers: list[Worker]) -> _View:
         excluded=excluded,
         decoding=decoding,
         prefilling=prefilling,
+        namings=tuple(sorted({n for w in in_use if (n := _naming(w.state)) is not None})),
         has_full_path=any(
             w.state.role is Role.COLOCATED or w.kv_identity in identities for w in decoding
         ),
     )
+
+
+def _naming(state: WorkerState) -> BlockNaming | None:
+    try:
+        return BlockNaming(bytes.fromhex(state.model_fingerprint), state.block_size)
+    except ValueError:
+        return None
 
 
 def _basic_fault(worker: Worker, twin: Worker) -> str | None:

@@ -46,6 +46,7 @@ from router.parts import (
     PlainSplitter,
     ReasoningSplitter,
 )
+from router.prompt_hashes import LARGE_TOKENS
 from router.structured import check_grammar
 from router.text_output import Piece, TextOutput, TokenEntry
 from router.tokenizer import Tokenizer
@@ -171,10 +172,15 @@ class TextService:
         inner = make or PlainSplitter
         return lambda: ReasoningSplitter(inner(), begins_inside=begins_inside)
 
-    async def check(self, options: Options) -> None:
-        """What cannot be seen from the fields alone. Raises InvalidRequest."""
+    async def check(self, options: Options, prompts: Sequence[list[int]]) -> None:
+        """What cannot be seen from the fields alone, and what takes long with large prompts. Raises
+        InvalidRequest.
+        """
         if options.sampling.grammar is not None:
             await check_grammar(options.sampling.grammar)
+        for prompt in prompts:
+            if len(prompt) >= LARGE_TOKENS:
+                await self._dispatcher.prepare(pack_tokens(prompt), options.cache_salt)
 
     # --- generation -------------------------------------------------------------------------------
 

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import Iterator
+from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -264,6 +265,13 @@ def worker_object(fleet: Fleet, worker: Worker) -> dict[str, Any]:
         },
         "running": state.running,
         "waiting": state.waiting,
+        "queued_tokens": state.num_queued_tokens,
+        "decodes": state.num_decodes,
+        "context_tokens": state.num_context_tokens,
+        "chunk_tokens": state.chunk_tokens,
+        "step_times": None if state.step_times is None else asdict(state.step_times),
+        "handoff_s": state.handoff_s,
+        "prefix_blocks": fleet.prefix_index.num_held(worker.order),
     }
     reason = fleet.excluded(worker)
     if reason is not None and not state.draining:

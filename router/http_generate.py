@@ -59,7 +59,7 @@ class GenerateEndpoint(Endpoint):
         fields = Fields(body)
         service.check_model(fields.text("model"))
         ask = await self.read(fields)
-        await service.check(ask.options)
+        await service.check(ask.options, ask.prompts)
         request_id = service.new_request_id()
         generation = service.start(
             request_id,

@@ -348,13 +348,14 @@ class _Leg:
 
     # --- Sink -------------------------------------------------------------------------------------
 
-    def admitted(self, needs_route: bool) -> None:
+    def admitted(self, num_cached_tokens: int, needs_route: bool) -> None:
         if self._phase is not Phase.SUBMITTED:
             return
         self._move(Phase.ADMITTED)
         self._journey.admitted()
-        if needs_route and self._placement is not None:
-            self._placement.route(self._journey.avoid)
+        if self._placement is not None:
+            avoid = self._journey.avoid
+            self._placement.admitted(num_cached_tokens, avoid, needs_route=needs_route)
             self._prefill_incarnation = self._placement.prefill_incarnation
 
     def prefill_done(self, num_cached_tokens: int, prompt_logprobs: PromptLogprobs | None) -> None:

@@ -112,8 +112,8 @@ async def read_infer(
     fields = Fields(values)
     options = read_completion_options(fields, service.vocabulary)
     fields.finish()
-    await service.check(options)
     prompts = [await service.encode_text(_text(value)) for value in text_input.values]
+    await service.check(options, prompts)
     return InferCall(prompts=prompts, options=options)
 
 

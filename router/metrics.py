@@ -26,6 +26,7 @@ _SECONDS = (
     *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
     *(1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0),
 )
+_RATIOS = (0.25, 0.5, 0.67, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 4.0)
 
 
 class RouterMetrics:
@@ -41,6 +42,7 @@ class RouterMetrics:
             "time_to_first_token_seconds", "From a request's arrival to its first token"
         )
         self.tokens = TokenTally()
+        self.routes = RouteTally()
         self.tpot = self._histogram(
             "time_per_output_token_seconds", "Mean gap of the tokens of a finished request"
         )
@@ -54,6 +56,7 @@ class RouterMetrics:
         waiting.set_function(lambda: admission.num_waiting)
         self.registry.register(_FleetCollector(fleet))
         self.registry.register(self.tokens)
+        self.registry.register(self.routes)
 
     def _counter(self, name: str, text: str, labels: tuple[str, ...] = ()) -> Counter:
         return Counter(f"tandem_router_{name}", text, labels, registry=self.registry)
@@ -89,8 +92,59 @@ class TokenTally:
         yield gaps
 
 
+class RouteTally:
+    """What routing chose, and how well it foresaw times to first tokens."""
+
+    def __init__(self) -> None:
+        self.num_local = 0
+        self.num_remote = 0
+        self.num_hit_tokens = {"decode": 0, "prefill": 0}
+        self._ratios = [0] * (len(_RATIOS) + 1)
+        self._ratio_sum = 0.0
+
+    def prefill_begun(self, *, is_local: bool) -> None:
+        self.num_local += is_local
+        self.num_remote += not is_local
+
+    def hit(self, role: str, num_tokens: int) -> None:
+        """Prompt tokens that the chosen worker had in its prefix cache."""
+        self.num_hit_tokens[role] += num_tokens
+
+    def first_token(self, predicted_s: float, real_s: float) -> None:
+        ratio = real_s / max(predicted_s, 1e-6)
+        self._ratios[bisect_left(_RATIOS, ratio)] += 1
+        self._ratio_sum += ratio
+
+    def collect(self) -> Iterator[Metric]:
+        prefills = CounterMetricFamily(
+            "tandem_router_prefills",
+            "Prompts by where they are computed: at a prefill worker, or by the decode worker",
+            labels=("where",),
+        )
+        prefills.add_metric(["prefill"], self.num_remote)
+        prefills.add_metric(["decode"], self.num_local)
+        yield prefills
+        hits = CounterMetricFamily(
+            "tandem_router_prefix_hit_tokens",
+            "Prompt tokens that the chosen workers held already",
+            labels=("role",),
+        )
+        for role, count in self.num_hit_tokens.items():
+            hits.add_metric([role], count)
+        yield hits
+        ratios = HistogramMetricFamily(
+            "tandem_router_ttft_prediction_ratio",
+            "Real over predicted time, from the choice of a place to the first token",
+        )
+        names = [*map(str, _RATIOS), "+Inf"]
+        ratios.add_metric(
+            [], list(zip(names, accumulate(self._ratios), strict=True)), self._ratio_sum
+        )
+        yield ratios
+
+
 class _FleetCollector:
-    """Workers by role and state, read at each scrape."""
+    """Workers by role and state, and what is known of their prefix caches, read at each scrape."""
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
@@ -106,3 +160,8 @@ class _FleetCollector:
         for (role, state), count in counts.items():
             workers.add_metric((role.value, state), count)
         yield workers
+        yield GaugeMetricFamily(
+            "tandem_router_prefix_index_hashes",
+            "Different blocks known to be in the prefix caches of workers",
+            value=len(self._fleet.prefix_index),
+        )

@@ -92,6 +92,17 @@ class PrefixIndex:
             self._name(alive, count, found)
         return found
 
+    def longest(self, hashes: Iterable[bytes]) -> int:
+        """How many leading ones some worker holds. May be called on any thread."""
+        alive = -1
+        count = 0
+        for content_hash in hashes:
+            alive &= self._holders.get(content_hash, 0)
+            if not alive:
+                break
+            count += 1
+        return count
+
     def _name(self, bits: int, count: int, found: dict[int, int]) -> None:
         while bits:
             bit = bits & -bits

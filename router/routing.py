@@ -1,25 +1,67 @@
-"""Who gets a request: the decode worker first, the prefill worker once the decode worker has room.
+"""Who gets a request: the decode worker first; the place of its prefill once that one has room.
 
 A policy is pure and replaceable: it picks one of the candidates it is given. `LeastLoaded` goes by
 load and breaks ties by turns, so that paced traffic (nothing in flight at any decision) spreads
-evenly too.
+evenly too. `Predicting` weighs, in seconds, what is held in prefix caches against load, and a free
+prefill worker against the decode worker itself (router/predict.py); candidates that come out about
+equal are left to `LeastLoaded`, as is everything while no worker has measured its steps.
 """
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from heapq import nsmallest
+from typing import Protocol, TypeVar
 
+from common.scheduling.step_time import StepTimes
+from common.types import Role
 from router.fleet import Worker
+from router.predict import (
+    DEFAULT_CHUNK_TOKENS,
+    Demand,
+    at_least,
+    crowding_s,
+    delay_cost_s,
+    local_s,
+    remote_s,
+)
 
 _TOKENS_PER_REQUEST = 1024
 """So many prompt tokens still to compute weigh as much as one running request."""
 _FULL_POOL = 4.0
 """A pool held completely weighs as much as this many requests."""
+_NEAR = 0.1
+_NEAR_S = 0.005
+"""Predictions that differ by less than this share and this time are about equal."""
+_NEAR_REQUESTS = 0.25
+_SHORT = 8
+"""In a large fleet, so many of the least loaded workers are compared, and of those with hits."""
+_REMOTE_BONUS = 0.2
+"""Prefilling locally must be better by this share and `_NEAR_S`: the decode worker's time is wanted
+by those who come next, too."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillChoice:
+    """Where a prompt is computed. `worker` None: by the decode worker itself. `predicted_s` is the
+    time from now to the first token, where it can be told.
+    """
+
+    worker: Worker | None
+    predicted_s: float | None = None
 
 
 class RoutingPolicy(Protocol):
-    def choose_decode(self, candidates: Sequence[Worker]) -> Worker | None: ...
+    def choose_decode(
+        self, candidates: Sequence[Worker], demand: Demand, prefill: Sequence[Worker]
+    ) -> Worker | None:
+        """`prefill` lists the prefill workers that could take the prompt."""
+        ...
 
-    def choose_prefill(self, candidates: Sequence[Worker]) -> Worker | None: ...
+    def choose_prefill(
+        self, decode: Worker, candidates: Sequence[Worker], demand: Demand
+    ) -> PrefillChoice: ...
 
 
 class LeastLoaded:
@@ -27,16 +69,23 @@ class LeastLoaded:
         self._num_choices = 0
         self._last_choice: dict[str, int] = {}
 
-    def choose_decode(self, candidates: Sequence[Worker]) -> Worker | None:
-        return self._choose(candidates)
+    def choose_decode(
+        self,
+        candidates: Sequence[Worker],
+        demand: Demand | None = None,
+        prefill: Sequence[Worker] = (),
+    ) -> Worker | None:
+        return self.choose(candidates)
 
-    def choose_prefill(self, candidates: Sequence[Worker]) -> Worker | None:
-        return self._choose(candidates)
+    def choose_prefill(
+        self, decode: Worker, candidates: Sequence[Worker], demand: Demand | None = None
+    ) -> PrefillChoice:
+        return PrefillChoice(worker=self.choose(candidates))
 
-    def _choose(self, candidates: Sequence[Worker]) -> Worker | None:
+    def choose(self, candidates: Sequence[Worker]) -> Worker | None:
         if not candidates:
             return None
-        chosen = min(candidates, key=lambda w: (load(w), self._turn(w), w.order))
+        chosen = min(candidates, key=self._rank)
         self._num_choices += 1
         known = {w.state.incarnation for w in candidates}
         if len(self._last_choice) > 4 * len(known) + 64:
@@ -44,15 +93,152 @@ class LeastLoaded:
         self._last_choice[chosen.state.incarnation] = self._num_choices
         return chosen
 
-    def _turn(self, worker: Worker) -> int:
-        return self._last_choice.get(worker.state.incarnation, 0)
+    def shortlist(self, candidates: Sequence[Worker], demand: Demand) -> Sequence[Worker]:
+        """Those that are worth a closer look: the least loaded, and those that hold most of the
+        prompt.
+        """
+        if len(candidates) <= 2 * _SHORT:
+            return candidates
+        listed = {w.order for w in nsmallest(_SHORT, candidates, key=self._rank)}
+        holders = [w for w in candidates if w.order in demand.cached_tokens]
+        listed.update(w.order for w in nsmallest(_SHORT, holders, key=demand.num_left))
+        return [w for w in candidates if w.order in listed]
+
+    def _rank(self, worker: Worker) -> tuple[float, int, int]:
+        return (load(worker), self._last_choice.get(worker.state.incarnation, 0), worker.order)
+
+
+class Predicting:
+    """With `always_remote`, a prefill worker computes whenever there is one (and the decode worker
+    asks for it, which it does not when its own cache has nearly all).
+    """
+
+    def __init__(self, *, always_remote: bool = False, itl_target_s: float | None = None) -> None:
+        self._always_remote = always_remote
+        self._itl_target_s = itl_target_s
+        self._decode_turns = LeastLoaded()
+        self._prefill_turns = LeastLoaded()
+
+    def choose_decode(
+        self, candidates: Sequence[Worker], demand: Demand, prefill: Sequence[Worker]
+    ) -> Worker | None:
+        if len(candidates) <= 1:
+            return candidates[0] if candidates else None
+        candidates = self._decode_turns.shortlist(candidates, demand)
+        prefill = self._prefill_turns.shortlist(prefill, demand)
+        fallback = _measured(candidates) or _measured(prefill)
+        if fallback is None:
+            near = _near(candidates, lambda w: _requests(w, demand), 0.0, _NEAR_REQUESTS)
+            return self._decode_turns.choose(near)
+        best_remote = _best_remote(prefill, fallback, demand)
+
+        def cost_s(worker: Worker) -> float:
+            times = worker.state.step_times or fallback
+            can_hand_over = worker.state.role is not Role.COLOCATED
+            remote = best_remote.get(worker.kv_identity) if can_hand_over else None
+            return crowding_s(worker, times, demand) + self._prefill_s(
+                worker, times, remote, demand
+            )
+
+        return self._decode_turns.choose(_near(candidates, cost_s, _NEAR, _NEAR_S))
+
+    def choose_prefill(
+        self, decode: Worker, candidates: Sequence[Worker], demand: Demand
+    ) -> PrefillChoice:
+        fallback = _measured(candidates)
+        own = decode.state.step_times
+        if not candidates:
+            return PrefillChoice(
+                worker=None, predicted_s=None if own is None else local_s(decode, own, demand)
+            )
+        if fallback is None:
+            if not self._always_remote and _has_nearly_all(decode, candidates, demand):
+                return PrefillChoice(worker=None)
+            return PrefillChoice(worker=self._prefill_turns.choose(candidates))
+        candidates = self._prefill_turns.shortlist(candidates, demand)
+
+        def first_token_s(worker: Worker) -> float:
+            return remote_s(worker, worker.state.step_times or fallback, demand)
+
+        chosen = self._prefill_turns.choose(_near(candidates, first_token_s, _NEAR, _NEAR_S))
+        assert chosen is not None
+        remote = first_token_s(chosen) + decode.state.handoff_s
+        if own is not None and not self._always_remote:
+            own = at_least(own, fallback)
+            local = local_s(decode, own, demand)
+            if _is_better(local + delay_cost_s(decode, own, demand, self._itl_target_s), remote):
+                return PrefillChoice(worker=None, predicted_s=local)
+        return PrefillChoice(worker=chosen, predicted_s=remote)
+
+    def _prefill_s(
+        self,
+        decode: Worker,
+        times: StepTimes,
+        remote: tuple[float, StepTimes] | None,
+        demand: Demand,
+    ) -> float:
+        """The better of the two places, for choosing among decode workers."""
+        if remote is not None:
+            times = at_least(times, remote[1])
+        local = local_s(decode, times, demand) + delay_cost_s(
+            decode, times, demand, self._itl_target_s
+        )
+        if remote is None or demand.num_left(decode) <= decode.state.block_size:
+            return local
+        handed_over = remote[0] + decode.state.handoff_s
+        if self._always_remote or not _is_better(local, handed_over):
+            return handed_over
+        return local
 
 
 def load(worker: Worker) -> float:
-    """How busy a worker is, in requests. Our own count is fresh; the worker's own covers other
-    routers' requests.
-    """
+    """How busy a worker is, in requests."""
     state = worker.state
-    num_requests = max(worker.num_in_flight, state.running + state.waiting)
     held = state.blocks.held / max(state.blocks.total, 1)
-    return num_requests + state.num_queued_tokens / _TOKENS_PER_REQUEST + _FULL_POOL * held
+    return worker.num_requests + worker.num_queued_tokens / _TOKENS_PER_REQUEST + _FULL_POOL * held
+
+
+def _requests(worker: Worker, demand: Demand) -> float:
+    return load(worker) + demand.num_left(worker) / _TOKENS_PER_REQUEST
+
+
+def _near(
+    candidates: Sequence[T], cost: Callable[[T], float], share: float, margin: float
+) -> list[T]:
+    """The candidates whose cost is about the least."""
+    costs = [cost(candidate) for candidate in candidates]
+    bound = min(costs) * (1 + share) + margin
+    return [c for c, value in zip(candidates, costs, strict=True) if value <= bound]
+
+
+def _is_better(local: float, remote: float) -> bool:
+    return local * (1 + _REMOTE_BONUS) + _NEAR_S < remote
+
+
+def _measured(workers: Sequence[Worker]) -> StepTimes | None:
+    """Step times of one of them: what a worker that has none yet is taken to need."""
+    return next((w.state.step_times for w in workers if w.state.step_times is not None), None)
+
+
+def _best_remote(
+    prefill: Sequence[Worker], fallback: StepTimes, demand: Demand
+) -> dict[tuple[str, str, int], tuple[float, StepTimes]]:
+    """For each form of KV, how soon a prefill worker could have the first token, and its times."""
+    found: dict[tuple[str, str, int], tuple[float, StepTimes]] = {}
+    for worker in prefill:
+        times = worker.state.step_times or fallback
+        seconds = remote_s(worker, times, demand)
+        best = found.get(worker.kv_identity)
+        if best is None or seconds < best[0]:
+            found[worker.kv_identity] = (seconds, times)
+    return found
+
+
+def _has_nearly_all(decode: Worker, candidates: Sequence[Worker], demand: Demand) -> bool:
+    """Without measurements: what is left is a chunk at most, and prefill workers would compute at
+    least twice as much.
+    """
+    left = demand.num_left(decode)
+    return left <= (decode.state.chunk_tokens or DEFAULT_CHUNK_TOKENS) and all(
+        demand.num_left(worker) >= 2 * left for worker in candidates
+    )

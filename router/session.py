@@ -31,7 +31,7 @@ from common.types import FinishReason, PromptLogprobs, RequestId, TokenLogprobs
 class Sink(Protocol):
     """Where the news of one submitted request go. After `failed` nothing else comes."""
 
-    def admitted(self, needs_route: bool) -> None: ...
+    def admitted(self, num_cached_tokens: int, needs_route: bool) -> None: ...
 
     def prefill_done(
         self, num_cached_tokens: int, prompt_logprobs: PromptLogprobs | None
@@ -131,9 +131,9 @@ class Session:
         match message:
             case TokenBatch():
                 self._deliver_tokens(message)
-            case Admitted(request_id=request_id, needs_route=needs_route):
+            case Admitted(request_id=request_id):
                 if request_id in sinks:
-                    sinks[request_id].admitted(needs_route)
+                    sinks[request_id].admitted(message.num_cached_tokens, message.needs_route)
             case PrefillDone(request_id=request_id, num_cached_tokens=num_cached_tokens):
                 if request_id in sinks:
                     sinks[request_id].prefill_done(num_cached_tokens, message.prompt_logprobs)

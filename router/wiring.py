@@ -32,7 +32,7 @@ from router.interleave import Interleave
 from router.keys import KeyRing
 from router.metrics import RouterMetrics
 from router.parts import guessed_tool_parser
-from router.routing import LeastLoaded
+from router.routing import Predicting
 from router.tokenizer import Tokenizer, load_tokenizer
 
 log = logging.getLogger(__name__)
@@ -117,7 +117,9 @@ def open_router(
     fleet = Fleet()
     admission = Admission(config.max_waiting)
     metrics = RouterMetrics(fleet, admission)
-    dispatcher = Dispatcher(fleet, LeastLoaded())
+    clock = MonotonicClock()
+    policy = Predicting(always_remote=config.prefill_where == "remote")
+    dispatcher = Dispatcher(fleet, policy, tally=metrics.routes, clock=clock)
     service = TextService(
         model_name=config.served_model_name or directory.resolve().name,
         model=model,
@@ -126,7 +128,7 @@ def open_router(
         dispatcher=dispatcher,
         admission=admission,
         metrics=metrics,
-        clock=MonotonicClock(),
+        clock=clock,
         request_timeout_s=config.request_timeout_s,
         wall_time=time.time,
         draw_bits=draw_bits,

@@ -7,6 +7,7 @@ in the same way, over the tokens it has.
 """
 
 import hashlib
+from collections.abc import Iterator
 
 import numpy as np
 from numpy.typing import NDArray
@@ -63,3 +64,12 @@ def _link(parent: bytes, tokens: bytes) -> bytes:
     return hashlib.blake2b(
         parent + tokens, digest_size=HASH_BYTES, person=b"tandem-kv-block"
     ).digest()
+
+
+def block_hashes(root: bytes, block_size: int, token_ids: bytes) -> Iterator[bytes]:
+    """The names of a prompt's full blocks, each made when it is asked for; `token_ids` are int32."""
+    size = block_size * 4
+    parent = root
+    for start in range(0, len(token_ids) - size + 1, size):
+        parent = _link(parent, token_ids[start : start + size])
+        yield parent

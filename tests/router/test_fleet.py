@@ -196,7 +196,7 @@ def test_b111_the_idle_worker_is_preferred() -> None:
 
 def test_queued_tokens_count_as_load() -> None:
     fleet, policy = fleet_of(state(P, "p1", num_queued_tokens=8000), state(P, "p2")), LeastLoaded()
-    chosen = policy.choose_prefill(fleet.linked())
+    chosen = policy.choose(fleet.linked())
     assert chosen is not None
     assert chosen.address == "p2"
 
