@@ -118,7 +118,9 @@ def open_router(
     admission = Admission(config.max_waiting)
     metrics = RouterMetrics(fleet, admission)
     clock = MonotonicClock()
-    policy = Predicting(always_remote=config.prefill_where == "remote")
+    policy = Predicting(
+        always_remote=config.prefill_where == "remote", itl_target_s=config.itl_target
+    )
     dispatcher = Dispatcher(fleet, policy, tally=metrics.routes, clock=clock)
     service = TextService(
         model_name=config.served_model_name or directory.resolve().name,
