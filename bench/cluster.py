@@ -49,7 +49,9 @@ class Cluster:
         }
         http = f"127.0.0.1:{free_port()}"
         self.url = f"http://{http}"
-        prefill = ("--prefill", by_role["prefill"]) if by_role["prefill"] else ()
+        prefill = ["--prefill-where", "remote"]  # so that there are hand-offs to disturb
+        if by_role["prefill"]:
+            prefill += ["--prefill", by_role["prefill"]]
         self._run(
             "router",
             *("router", "--model", str(self.model), "--http", http, "--decode", by_role["decode"]),

@@ -31,7 +31,8 @@ class Check:
 
 
 def run(*arguments: str) -> list[Check]:
-    with serving("--chunk-tokens", str(CHUNK_TOKENS), *arguments) as served:
+    always = ("--prefill-where", "remote")
+    with serving("--chunk-tokens", str(CHUNK_TOKENS), *always, *arguments) as served:
         run_load(served.url, served.model, [random_prompt(32, 999)], 4, 1)
         names = ("handoff_stream_bytes", "pull_bytes", "pull_pages")
         before = {name: served.metric("decode", f"tandem_{name}_total") for name in names}

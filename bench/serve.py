@@ -17,7 +17,8 @@ from bench.serving import Launched, serving
 NUM_REQUESTS, PROMPT_TOKENS, OUTPUT_TOKENS, CONCURRENCY = 32, 512, 64, 16
 
 FLEETS = {
-    "1 prefill + 1 decode": ("--prefill", "1", "--decode", "1"),
+    "1 prefill + 1 decode": ("--prefill", "1", "--decode", "1", "--prefill-where", "remote"),
+    "1 prefill + 1 decode, auto": ("--prefill", "1", "--decode", "1"),
     "1 colocated": ("--prefill", "0", "--decode", "0", "--colocated", "1"),
 }
 
