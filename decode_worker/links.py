@@ -33,6 +33,8 @@ class Link:
     incarnation: str
     numeric_incarnation: int
     peer: Peer
+    round_trip_s: float
+    """Of a message to the prefill worker and back, when the link came up."""
 
 
 class Links:
@@ -84,6 +86,9 @@ class Links:
         try:
             with anyio.fail_after(LINK_TIMEOUT_S):
                 reply = await self._ask(peer, address)
+                asked_at = anyio.current_time()
+                reply = await self._ask(peer, address)  # once more, over an open connection
+                round_trip_s = anyio.current_time() - asked_at
         except WorkerLost as error:
             raise PrefillLost(f"no link to the prefill worker: {error.message}") from error
         except TimeoutError:
@@ -104,6 +109,7 @@ class Links:
             incarnation=reply.incarnation,
             numeric_incarnation=reply.numeric_incarnation,
             peer=peer,
+            round_trip_s=round_trip_s,
         )
         await self._self_test(link, reply)
         self._links[address] = link

@@ -51,6 +51,8 @@ log = logging.getLogger(__name__)
 
 GOODBYE_S = 5.0
 """How long the other side may take to end a stream that is finished."""
+HANDOFF_WEIGHT = 0.1
+"""Of the latest hand-off in the average."""
 
 
 @dataclass(slots=True, eq=False)
@@ -112,6 +114,11 @@ class Puller:
         self._handoff_stall_s = handoff_stall_s
         self._pulls: list[_Pull] = []
         self._has_freed_slots = False
+        self._num_handoffs = 0
+        self.handoff_s = 0.0
+        """What a hand-off adds: request and first token on their way, and the time from there until
+        the last page is usable; a moving average.
+        """
 
     async def pull(
         self, entry: Entry, address: str, incarnation: str | None, tell: Callable[[Facts], None]
@@ -264,11 +271,19 @@ class Puller:
 
     def _complete(self, pull: _Pull) -> None:
         assert pull.first_tokens_at is not None
-        self._metrics.exposed.observe(max(0.0, self._clock.now() - pull.first_tokens_at))
+        exposed_s = max(0.0, self._clock.now() - pull.first_tokens_at)
+        self._metrics.exposed.observe(exposed_s)
+        self._observe_handoff(exposed_s + pull.link.round_trip_s)
         self._events.record("landed", request_id=_id(pull))
         self._scheduler.landed_all(_id(pull))
         pull.is_done = True
         self._wake()
+
+    def _observe_handoff(self, seconds: float) -> None:
+        """The first hand-offs are averaged, later ones replace what is old."""
+        self._num_handoffs += 1
+        weight = max(HANDOFF_WEIGHT, 1 / self._num_handoffs)
+        self.handoff_s += weight * (seconds - self.handoff_s)
 
     async def _read(self, pull: _Pull, action: StartRead) -> None:
         started = self._clock.now()

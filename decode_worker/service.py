@@ -134,6 +134,7 @@ class DecodeService:
             num_context_tokens=self._scheduler.num_context_tokens,
             chunk_tokens=self._scheduler.chunk_tokens,
             step_times=self._scheduler.step_times,
+            handoff_s=0.0 if self._puller is None else self._puller.handoff_s,
         )
 
     async def drained(self) -> None:
