@@ -1,4 +1,4 @@
-"""`python -m bench [serve] [handoff] [router]`: tables on stdout, the same as JSON with --json.
+"""`python -m bench [TARGET ...]`: tables on stdout, the same as JSON with --json.
 
 Exit code 1 when a bound is missed.
 """
@@ -13,25 +13,30 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from bench import handoff, router, serve
+from bench import handoff, interference, router, scheduler, serve
 
-TARGETS = ("serve", "handoff", "router")
+DEFAULT = ("serve", "handoff", "router", "scheduler")
+TARGETS = (*DEFAULT, "interference")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench", allow_abbrev=False)
     parser.add_argument(
-        "targets", nargs="*", choices=[*TARGETS, []], help=f"default: {' '.join(TARGETS)}"
+        "targets", nargs="*", choices=[*TARGETS, []], help=f"default: {' '.join(DEFAULT)}"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the numbers here")
     options = parser.parse_args()
     results: dict[str, Any] = {}
     console = Console(width=120)
-    for target in options.targets or TARGETS:
+    for target in options.targets or DEFAULT:
         results[target] = PRINTERS[target](console)
     if options.json is not None:
         options.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-    return 0 if all(check["holds"] for check in results.get("handoff", [])) else 1
+    has_held = all(check["holds"] for check in results.get("handoff", []))
+    has_held &= all(
+        results[name]["holds"] for name in ("scheduler", "interference") if name in results
+    )
+    return 0 if has_held else 1
 
 
 def print_serve(console: Console) -> list[dict[str, Any]]:
@@ -102,7 +107,81 @@ def print_router(console: Console) -> list[dict[str, Any]]:
     return [asdict(row) for row in rows]
 
 
-PRINTERS = {"serve": print_serve, "handoff": print_handoff, "router": print_router}
+def print_scheduler(console: Console) -> dict[str, Any]:
+    table = Table(title="decisions of a step, microseconds")
+    for name in (
+        "waiting",
+        "blocks",
+        "admit",
+        "plan",
+        "plan p99",
+        "apply",
+        "plan (prefill worker)",
+    ):
+        table.add_column(name, justify="right")
+    report = scheduler.run()
+    for row in report.rows:
+        times = (row.admit_s, row.plan_s, row.worst_plan_s, row.apply_s, row.prefill_plan_s)
+        table.add_row(
+            f"{row.num_waiting:,}",
+            f"{row.num_blocks:,}",
+            *(f"{1e6 * value:.1f}" for value in times),
+        )
+    console.print(table)
+    console.print(
+        f"{scheduler.NUM_RUNNING} running in the large pool, half of that in the small one; plan "
+        f"with {scheduler.WAITING[-1]:,} waiting against none: {report.plan_ratio:.2f} times "
+        f"(bound {scheduler.MAX_PLAN_RATIO}), at most {1e6 * scheduler.MAX_PLAN_S:.0f} us: "
+        f"{'holds' if report.holds else 'DOES NOT HOLD'}"
+    )
+    per_pool = ", ".join(f"{1e6 * v:.2f} us of {k:,}" for k, v in report.allocate_s.items())
+    console.print(f"allocating a block, all cached: {per_pool}")
+    return {**asdict(report), "holds": report.holds}
+
+
+def print_interference(console: Console) -> dict[str, Any]:
+    table = Table(
+        title=f"{interference.NUM_STREAMS} streams of {interference.OUTPUT_TOKENS} tokens, with "
+        f"prompts of {interference.PROMPT_TOKENS} tokens one after the other; median of "
+        f"{interference.NUM_RUNS} runs"
+    )
+    names = (
+        "fleet",
+        "quiet ITL ms",
+        "ITL p50 ms",
+        "p99 ms",
+        "max ms",
+        "p99 / quiet",
+        "max / quiet",
+    )
+    for name in (*names, "prompts' TTFT s"):
+        table.add_column(name, justify="left" if name == "fleet" else "right")
+    report = interference.run()
+    for row in report.rows:
+        times = (row.quiet_s, row.itl_s, row.p99_s, row.max_s)
+        table.add_row(
+            row.fleet,
+            *(f"{1e3 * value:.1f}" for value in times),
+            f"{row.p99_s / row.quiet_s:.2f}",
+            f"{row.max_s / row.quiet_s:.2f}",
+            f"{row.ttft_s:.2f}",
+        )
+    console.print(table)
+    console.print(
+        f"disaggregated: p99 at most {interference.MAX_P99:g} and max at most "
+        f"{interference.MAX_MAX:g} times the quiet median: "
+        f"{'holds' if report.holds else 'DOES NOT HOLD'}"
+    )
+    return {**asdict(report), "holds": report.holds}
+
+
+PRINTERS = {
+    "serve": print_serve,
+    "handoff": print_handoff,
+    "router": print_router,
+    "scheduler": print_scheduler,
+    "interference": print_interference,
+}
 
 
 def pair(values: tuple[float, float], scale: float) -> str:

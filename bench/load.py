@@ -59,8 +59,13 @@ async def _run(
 
 
 async def stream_one(
-    http: httpx.AsyncClient, model: str, prompt: Sequence[int], output_tokens: int
+    http: httpx.AsyncClient,
+    model: str,
+    prompt: Sequence[int],
+    output_tokens: int,
+    times: list[float] | None = None,
 ) -> Seen:
+    """`times` is filled while the tokens come."""
     body = {
         "model": model,
         "prompt": list(prompt),
@@ -70,7 +75,7 @@ async def stream_one(
         "stream": True,
         "stream_options": {"include_usage": True},
     }
-    times: list[float] = []
+    times = [] if times is None else times
     usage = None
     sent = time.monotonic()
     async with http.stream("POST", "/v1/completions", json=body) as response:

@@ -496,10 +496,11 @@ class BatchScheduler:
         grown: list[tuple[OutputKey, BlockId]] = []
         tails: list[tuple[OutputKey, BlockId]] = []
         stalled: set[OutputKey] = set()
-        for output in list(self._running.values()):
-            # only a token that opens a block needs pages
-            if output.num_tokens % size != 1 or output.key not in self._running:
-                continue
+        # only a token that opens a block needs pages
+        opening = [o for o in self._running.values() if o.num_tokens % size == 1]
+        for output in opening:
+            if output.key not in self._running:
+                continue  # evicted for another one
             had_tail = output.table.tail is not None
             if not self._grow_or_evict(output, facts):
                 if output.key in self._running:

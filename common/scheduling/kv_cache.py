@@ -119,13 +119,19 @@ class KvCache:
         """Makes room for `num_tokens` tokens in all. False, and nothing changed, when there are not
         enough pages.
         """
-        missing = self._missing(table, num_tokens)
-        if not self.can_allocate(missing):
+        num_new = -(-num_tokens // self.block_size) - len(table.block_ids)
+        needs_tail = self._needs_tail(table, num_tokens)
+        num_first = int(num_new > 0 and not table.block_ids)
+        packed, exact = self._pools[PageKind.PACKED], self._pools[PageKind.EXACT]
+        if (
+            packed.num_available < num_new - num_first
+            or exact.num_available < num_first + needs_tail
+        ):
             return False
-        while len(table.block_ids) * self.block_size < num_tokens:
+        for _ in range(num_new):
             kind = PageKind.PACKED if table.block_ids else PageKind.EXACT
             table.block_ids.append(self._allocate(kind))
-        if self._needs_tail(table, num_tokens):
+        if needs_tail:
             table.tail = self._allocate(PageKind.EXACT)
         return True
 
