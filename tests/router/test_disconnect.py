@@ -41,7 +41,7 @@ def reset(connection: socket.socket) -> None:
 def until_gone(stack: Stack, num_cancelled: int = 1) -> None:
     worker = stack.workers[0]
     stack.until(
-        lambda: len(worker.cancelled) == num_cancelled and worker.num_running == 0, within_s=1.5
+        lambda: len(worker.cancelled) == num_cancelled and worker.num_running == 0, within_s=5
     )
     stack.until(lambda: stack.router.service.admission.is_idle)
 
