@@ -28,6 +28,7 @@ from router.http_generate import ChatEndpoint, CompletionEndpoint, chat_prompt
 from router.http_protocol import HalfCloseProtocol
 from router.http_responses import ResponsesEndpoint
 from router.json_body import shortened
+from router.kserve_generate import Generate, GenerateStream
 from router.openapi import document
 
 _KEEP_ALIVE_S = 75
@@ -53,6 +54,8 @@ def make_app(service: TextService, max_body_bytes: int) -> ASGIApp:
         ("/tokenize", Tokenize(service, max_body_bytes)),
         ("/detokenize", Detokenize(service, max_body_bytes)),
         ("/v2/models/{model:path}/infer", kserve_http.ModelInfer(service, max_body_bytes)),
+        ("/v2/models/{model:path}/generate", Generate(service, max_body_bytes)),
+        ("/v2/models/{model:path}/generate_stream", GenerateStream(service, max_body_bytes)),
     ]
     gets: list[tuple[str, Endpoint]] = [
         ("/v1/models", Models(service)),
@@ -67,6 +70,8 @@ def make_app(service: TextService, max_body_bytes: int) -> ASGIApp:
         ("/v2/health/ready", kserve_http.ServerReady(service)),
         ("/v2/models/{model:path}/ready", kserve_http.ServerReady(service)),
         ("/v2/models/{model:path}/infer", OnlyPost(service)),
+        ("/v2/models/{model:path}/generate", OnlyPost(service)),
+        ("/v2/models/{model:path}/generate_stream", OnlyPost(service)),
         ("/v2/models/{model:path}", kserve_http.ModelMetadata(service)),
     ]
     app.router.routes += [Route(path, endpoint, methods=["POST"]) for path, endpoint in posts]

@@ -207,6 +207,11 @@ def _bodies(model: str, vocab_size: int, ids: Schema) -> dict[str, tuple[Schema,
         "model": {"enum": [model]},
         "tokens": _list(_integer(0, vocab_size - 1)),
     }
+    generate: Schema = {
+        "type": "object",
+        "properties": {"id": _TEXT, "text_input": _TEXT, "parameters": _OBJECT},
+        "required": ["text_input"],
+    }
     infer: Schema = {
         "type": "object",
         "properties": {"id": _TEXT, "inputs": _list(_OBJECT, 1), "parameters": _OBJECT},
@@ -221,6 +226,8 @@ def _bodies(model: str, vocab_size: int, ids: Schema) -> dict[str, tuple[Schema,
         "/tokenize": (_body(tokenize), "json"),
         "/detokenize": (_body(detokenize, required=("tokens",)), "json"),
         f"/v2/models/{model}/infer": (infer, "json"),
+        f"/v2/models/{model}/generate": (generate, "json"),
+        f"/v2/models/{model}/generate_stream": (generate, "stream"),
     }
 
 

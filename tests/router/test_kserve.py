@@ -181,3 +181,59 @@ def test_over_http(stack: Stack) -> None:
     wrongs: list[Any] = [{}, {"inputs": 5}, {"inputs": [{}]}, {"inputs": [text]}]
     for wrong in wrongs:
         assert stack.http.post(path, json=wrong).status_code == 400
+
+
+# --- generate -------------------------------------------------------------------------------------
+
+
+def generate(stack: Stack, path: str = "generate", **body: Any) -> Any:
+    return stack.http.post(f"/v2/models/{stack.router.service.model_name}/{path}", json=body)
+
+
+def test_generate_answers_one_text(stack: Stack) -> None:
+    parameters = {"max_tokens": 3, "temperature": 0}
+    answer = generate(stack, id="mine", text_input="x y z", parameters=parameters).json()
+    assert answer == {
+        "model_name": stack.router.service.model_name,
+        "model_version": "1",
+        "id": "mine",
+        "text_output": stack.complete("x y z", max_tokens=3).json()["choices"][0]["text"],
+        "finish_reason": "length",
+        "num_output_tokens": 3,
+    }
+    assert generate(stack, text_input="x y z", max_tokens=3).json()["num_output_tokens"] == 3
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_generate_stream_joins_to_the_whole_text(stack: Stack, n: int) -> None:
+    body: dict[str, Any] = {"text_input": "x y z", "max_tokens": 4, "n": n, "seed": 1}
+    response = generate(stack, "generate_stream", **body, stream=True)
+    assert response.headers["content-type"] == "text/event-stream"
+    events = [json.loads(line[6:]) for line in response.text.splitlines() if line]
+    whole = generate(stack, **body).json()["text_output"]
+    for index in range(n):
+        own = [event for event in events if event.get("index", 0) == index]
+        text = "".join(event["text_output"] for event in own)
+        assert text == (whole if n == 1 else whole[index])
+        assert [e["finish_reason"] for e in own if e["finish_reason"]] == ["length"]
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({}, "text_input"),
+        ({"text_input": ["x"]}, "text_input"),
+        ({"text_input": "x", "stream": True}, "stream"),
+        ({"text_input": "x", "parameters": [1]}, "parameters"),
+        ({"text_input": "x", "max_tokens": 1, "parameters": {"max_tokens": 2}}, "max_tokens"),
+        ({"text_input": "x", "no_such_field": 1}, "no_such_field"),
+        ({"text_input": ""}, "prompt"),
+    ],
+)
+def test_generate_refuses_by_name(stack: Stack, body: dict[str, Any], param: str) -> None:
+    response = generate(stack, **body)
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == param
+    assert stack.http.post("/v2/models/nobody/generate", json={}).status_code == 404
+    name = stack.router.service.model_name
+    assert stack.http.get(f"/v2/models/{name}/generate").status_code == 405
