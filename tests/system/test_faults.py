@@ -57,8 +57,10 @@ def body_of(c: Cluster, prompt: list[int], max_tokens: int, salt: int) -> dict[s
 class Stream:
     """One streamed request on a thread of its own."""
 
-    def __init__(self, c: Cluster, prompt: list[int], max_tokens: int, salt: int) -> None:
-        self._body = body_of(c, prompt, max_tokens, salt)
+    def __init__(
+        self, c: Cluster, prompt: list[int], max_tokens: int, salt: int, **fields: Any
+    ) -> None:
+        self._body = body_of(c, prompt, max_tokens, salt) | fields
         self._url = c.url
         self.text = ""
         self.times: list[float] = [time.monotonic()]
@@ -111,9 +113,9 @@ class Stream:
         return max(b - a for a, b in zip(self.times, self.times[1:], strict=False))
 
 
-def undisturbed(c: Cluster, prompt: list[int], max_tokens: int, salt: int) -> str:
+def undisturbed(c: Cluster, prompt: list[int], max_tokens: int, salt: int, **fields: Any) -> str:
     """What the same request gives in peace (and without the prefix that it leaves behind)."""
-    return Stream(c, prompt, max_tokens, salt).join()
+    return Stream(c, prompt, max_tokens, salt, **fields).join()
 
 
 def busy_worker(c: Cluster, role: str) -> str:
@@ -161,6 +163,57 @@ def test_kill_the_decode_worker_while_it_decodes(fleet: Cluster) -> None:
     fleet.wait_for_workers(4)
     assert text == undisturbed(fleet, LONG[:300], 400, salt=2)
     at_rest(fleet)
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        f"field_{number}": {"type": "string", "minLength": 40, "maxLength": 60}
+        for number in range(6)
+    },
+    "required": [f"field_{number}" for number in range(6)],
+    "additionalProperties": False,
+}
+JSON_FIELDS: dict[str, Any] = {
+    "response_format": {"type": "json_schema", "json_schema": {"name": "six", "schema": SCHEMA}},
+    "ignore_eos": False,
+}
+
+
+def check_json(text: str) -> None:
+    fields = json.loads(text)
+    assert list(fields) == SCHEMA["required"]
+    assert all(40 <= len(value) <= 60 for value in fields.values())
+
+
+def test_an_answer_of_a_schema_is_whole_when_its_decode_worker_dies(fleet: Cluster) -> None:
+    stream = Stream(fleet, LONG[:300], 1500, 6, **JSON_FIELDS)
+    assert stream.first.wait(30)
+    name = busy_worker(fleet, "decode")
+    fleet.kill(name)
+    text = stream.join()
+    check_json(text)
+    fleet.start(name)
+    fleet.wait_for_workers(4)
+    assert text == undisturbed(fleet, LONG[:300], 1500, 6, **JSON_FIELDS)
+    at_rest(fleet)
+
+
+def test_answers_of_a_schema_are_whole_when_requests_are_evicted(
+    model: Path, tmp_path: Path
+) -> None:
+    """Six requests of up to 30 blocks on a pool of 60: most of them are evicted and resumed."""
+    options = ("--kv-blocks", "60", "--max-num-seqs", "8")
+    with cluster(tmp_path, model, "c0", options=options) as c:
+        streams = [Stream(c, LONG[:20], 440, 20 + n, **JSON_FIELDS) for n in range(6)]
+        texts = [stream.join() for stream in streams]
+        for text in texts:
+            check_json(text)
+        with c.served() as served:
+            assert served.metric("colocated", "tandem_preemptions_total") > 0
+        for n, text in enumerate(texts):
+            assert text == undisturbed(c, LONG[:20], 440, 20 + n, **JSON_FIELDS)
+        at_rest(c)
 
 
 @pytest.mark.slow
