@@ -124,14 +124,17 @@ def _needs_blocks(decode: Worker, demand: Demand) -> bool:
     return demand.num_left(decode) > room
 
 
-def at_least(times: StepTimes, other: StepTimes | None) -> StepTimes:
-    """A decode worker that has hardly prefilled cannot know what that costs; it is not faster than
-    the prefill workers beside it.
+def with_prefill(times: StepTimes, other: StepTimes | None) -> StepTimes:
+    """A decode worker's times, to predict a prefill with. While it has hardly prefilled it cannot
+    know what that costs: then `other`, of a prefill worker beside it, says. (What was never seen
+    is reported to cost as much as its twin, common/scheduling/step_fit.py.)
     """
     if other is None:
         return times
+    if times.prefill_token_s == times.decode_s:
+        return replace(times, prefill_token_s=other.prefill_token_s, pair_s=other.pair_s)
     return replace(
         times,
-        prefill_token_s=max(times.prefill_token_s, other.prefill_token_s),
-        pair_s=max(times.pair_s, other.pair_s),
+        prefill_token_s=max(times.prefill_token_s, other.prefill_token_s / 2),
+        pair_s=max(times.pair_s, other.pair_s / 2),
     )

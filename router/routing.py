@@ -18,11 +18,11 @@ from router.fleet import Worker
 from router.predict import (
     DEFAULT_CHUNK_TOKENS,
     Demand,
-    at_least,
     crowding_s,
     delay_cost_s,
     local_s,
     remote_s,
+    with_prefill,
 )
 
 _TOKENS_PER_REQUEST = 1024
@@ -32,12 +32,15 @@ _FULL_POOL = 4.0
 _NEAR = 0.1
 _NEAR_S = 0.005
 """Predictions that differ by less than this share and this time are about equal."""
-_NEAR_REQUESTS = 0.25
+_NOTABLE_HIT = 128
+"""Prompt tokens: more than chat templates have in common."""
+_NEAR_REQUESTS = 1 / 16
 _SHORT = 8
 """In a large fleet, so many of the least loaded workers are compared, and of those with hits."""
 _REMOTE_BONUS = 0.2
-"""Prefilling locally must be better by this share and `_NEAR_S`: the decode worker's time is wanted
-by those who come next, too."""
+"""Prefilling locally must be better by this share and `_NEAR_S`, since the decode worker's time is
+wanted by those who come next, too; unless its prefix cache saves it work that a prefill worker
+would have to do."""
 
 T = TypeVar("T")
 
@@ -129,7 +132,7 @@ class Predicting:
         fallback = _measured(candidates) or _measured(prefill)
         if fallback is None:
             near = _near(candidates, lambda w: _requests(w, demand), 0.0, _NEAR_REQUESTS)
-            return self._decode_turns.choose(near)
+            return self._decode_turns.choose(_holding_most(near, demand))
         best_remote = _best_remote(prefill, fallback, demand)
 
         def cost_s(worker: Worker) -> float:
@@ -140,7 +143,8 @@ class Predicting:
                 worker, times, remote, demand
             )
 
-        return self._decode_turns.choose(_near(candidates, cost_s, _NEAR, _NEAR_S))
+        near = _near(candidates, cost_s, _NEAR, _NEAR_S)
+        return self._decode_turns.choose(_holding_most(near, demand))
 
     def choose_prefill(
         self, decode: Worker, candidates: Sequence[Worker], demand: Demand
@@ -164,9 +168,12 @@ class Predicting:
         assert chosen is not None
         remote = first_token_s(chosen) + decode.state.handoff_s
         if own is not None and not self._always_remote:
-            own = at_least(own, fallback)
+            own = with_prefill(own, fallback)
             local = local_s(decode, own, demand)
-            if _is_better(local + delay_cost_s(decode, own, demand, self._itl_target_s), remote):
+            cost = local + delay_cost_s(decode, own, demand, self._itl_target_s)
+            if demand.num_left(decode) >= demand.num_left(chosen):
+                cost = cost * (1 + _REMOTE_BONUS) + _NEAR_S
+            if cost < remote:
                 return PrefillChoice(worker=None, predicted_s=local)
         return PrefillChoice(worker=chosen, predicted_s=remote)
 
@@ -179,16 +186,14 @@ class Predicting:
     ) -> float:
         """The better of the two places, for choosing among decode workers."""
         if remote is not None:
-            times = at_least(times, remote[1])
+            times = with_prefill(times, remote[1])
         local = local_s(decode, times, demand) + delay_cost_s(
             decode, times, demand, self._itl_target_s
         )
         if remote is None or demand.num_left(decode) <= decode.state.block_size:
             return local
         handed_over = remote[0] + decode.state.handoff_s
-        if self._always_remote or not _is_better(local, handed_over):
-            return handed_over
-        return local
+        return handed_over if self._always_remote else min(local, handed_over)
 
 
 def load(worker: Worker) -> float:
@@ -211,8 +216,11 @@ def _near(
     return [c for c, value in zip(candidates, costs, strict=True) if value <= bound]
 
 
-def _is_better(local: float, remote: float) -> bool:
-    return local * (1 + _REMOTE_BONUS) + _NEAR_S < remote
+def _holding_most(candidates: list[Worker], demand: Demand) -> list[Worker]:
+    """What is handed over costs the network; hits that are too short for that are overlooked."""
+    held = {w.order: demand.cached_tokens.get(w.order, 0) // _NOTABLE_HIT for w in candidates}
+    most = max(held.values())
+    return [w for w in candidates if held[w.order] == most]
 
 
 def _measured(workers: Sequence[Worker]) -> StepTimes | None:

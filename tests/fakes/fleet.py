@@ -34,6 +34,7 @@ from common.pages import TAG_BYTES, PageTag, checksum
 from common.rpc import Stream
 from common.scheduling.kv_cache import KvCache
 from common.scheduling.plan import LandingMove, LandingResult, PageKind, StepPlan, StepResult
+from common.scheduling.step_time import StepShape, StepTimes
 from common.types import FinishReason, PromptLogprobs, Role, SamplingParams, TokenLogprobs
 from common.worker import Identity
 from common.worker_metrics import WorkerMetrics
@@ -68,13 +69,14 @@ def make_stale(row: Any) -> None:
 
 
 class SteppedDevice:
-    """Runs a runner in the loop itself; a step takes `step_s` of the loop's time, a landing
-    none.
+    """Runs a runner in the loop itself; a step takes `step_s` of the loop's time (or, and then it
+    says so, what `step_times` gives without context), a landing none.
     """
 
-    def __init__(self, runner: Any, step_s: float) -> None:
+    def __init__(self, runner: Any, step_s: float, step_times: StepTimes | None = None) -> None:
         self.runner = runner
         self._step_s = step_s
+        self._step_times = step_times
         self.may_run = asyncio.Event()
         self.may_run.set()
         self.num_tokens_computed = 0
@@ -84,14 +86,17 @@ class SteppedDevice:
     ) -> StepResult:
         """The last tenth of a step is its logits."""
         await self.may_run.wait()
-        await anyio.sleep(0.9 * self._step_s)
+        step_s = self._step_s
+        if self._step_times is not None:
+            step_s = self._step_times.step_s(StepShape.of(plan, 0))
+        await anyio.sleep(0.9 * step_s)
         self.num_tokens_computed += sum(chunk.num_tokens for chunk in plan.chunks)
         result: StepResult = self.runner.execute(plan)
         if on_stored is not None:
             on_stored()
-        await anyio.sleep(0.1 * self._step_s)
+        await anyio.sleep(0.1 * step_s)
         await self.may_run.wait()
-        return result
+        return result if self._step_times is None else replace(result, duration_s=step_s)
 
     async def land(self, moves: Sequence[LandingMove]) -> LandingResult:
         await self.may_run.wait()
@@ -172,7 +177,7 @@ class Fleet:
             vocab_size=getattr(getattr(runner, "config", None), "vocab_size", VOCAB_SIZE),
         )
         cache = KvCache(num_packed=num_packed, num_exact=num_exact, block_size=block_size)
-        device = SteppedDevice(runner, s.get("step_s", STEP_S))
+        device = SteppedDevice(runner, s.get("step_s", STEP_S), s.get("step_times"))
         transport = MemoryTransport(self.fabric, incarnation, runner.pool, runner.landing)
         parts = {
             "identity": identity,
@@ -234,6 +239,7 @@ class Fleet:
             max_waiting=s.get("max_waiting", 64),
             max_model_len=MAX_MODEL_LEN,
             is_colocated=role is Role.COLOCATED,
+            is_chunk_auto=s.get("is_chunk_auto", False),
         )
         service = DecodeService(scheduler=scheduler, **parts)
         zone = LandingZone(num_packed=num_landing, num_exact=num_landing)

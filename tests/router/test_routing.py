@@ -254,10 +254,23 @@ def test_a_prefill_worker_not_yet_measured_is_taken_to_be_like_its_sisters() -> 
     assert route(fleet, Demand(num_tokens=1000)) == ("d", "new")
 
 
-def test_a_decode_worker_that_never_prefilled_is_not_taken_to_be_fast() -> None:
-    never = replace(TIMES, prefill_token_s=0.0, pair_s=0.0)
-    fleet = fleet_of(worker_state(D, "d", step_times=never), worker_state(P, "p"))
-    assert route(fleet, Demand(num_tokens=4000)) == ("d", "p")
+@pytest.mark.parametrize("decode_s", [1e-7, 1e-2])
+def test_a_decode_worker_that_never_prefilled_is_taken_to_be_like_prefill_workers(
+    decode_s: float,
+) -> None:
+    never = replace(TIMES, decode_s=decode_s, prefill_token_s=decode_s, pair_s=0.0)
+    decode = worker_state(D, "d", step_times=never)
+    assert route(fleet_of(decode, worker_state(P, "p")), Demand(num_tokens=4000)) == ("d", "p")
+    queued = worker_state(P, "p", num_queued_tokens=4000, waiting=1)
+    assert route(fleet_of(decode, queued), Demand(num_tokens=4000)) == ("d", None)
+
+
+def test_a_prefill_worker_that_would_compute_more_gets_no_bonus() -> None:
+    fleet = fleet_of(worker_state(D, "d"), worker_state(P, "p"))
+    demand = Demand(num_tokens=1200, cached_tokens=cached(fleet, d=800, p=784))
+    assert route(fleet, demand) == ("d", None)
+    other = replace(demand, cached_tokens=cached(fleet, d=784, p=784))
+    assert route(fleet, other) == ("d", "p")
 
 
 def test_a_mixed_fleet_is_one_fleet() -> None:
