@@ -27,6 +27,9 @@ STRETCH = 1.25
 it a whole step, to save the streams less than that.
 """
 
+MAX_TOKENS = 2**31
+"""What takes no time at all has room for."""
+
 UNMEASURED_SHARE = 8
 """Of the maximum, while nothing is known of the step's times."""
 
@@ -68,8 +71,9 @@ def tokens_within(times: StepTimes, start: int, room_s: float) -> int:
     # pair_s / 2 n^2 + linear n = room_s
     linear = times.prefill_token_s + times.pair_s * (start + 0.5)
     root = math.sqrt(linear * linear + 2 * times.pair_s * room_s)
-    most = 2 * room_s / max(linear + root, 1e-12)
-    return int(min(most, 2**31))
+    if linear + root <= 0:
+        return MAX_TOKENS
+    return int(min(2 * room_s / (linear + root), MAX_TOKENS))
 
 
 def chunk_s(times: StepTimes, start: int, num_tokens: int) -> float:

@@ -22,7 +22,7 @@ from common.scheduling.step_time import StepShape, StepTimes
 
 WINDOW = 256
 EVERY = 16
-MIN_STEPS = 8
+MIN_STEPS = 12
 HOLD = 0.02
 """Of the window's own weight."""
 
@@ -52,8 +52,8 @@ class StepFit:
             return
         self._steps.append((shape, duration_s))
         self._num_steps += 1
-        is_early = self._num_steps < 2 * EVERY
-        if self._num_steps >= MIN_STEPS and (is_early or self._num_steps % EVERY == 0):
+        is_due = self._num_steps % (EVERY if self._num_steps > 2 * EVERY else 4) == 0
+        if self._num_steps >= MIN_STEPS and is_due:
             self._fit()
         if self._num_steps % WINDOW == 0:
             self._held = self._values
@@ -63,9 +63,11 @@ class StepFit:
         durations = np.array([duration_s for _, duration_s in self._steps], dtype=np.float64)
         self._was_seen |= rows.any(axis=0)
         # weights of the relative error; at first by what was measured, which plays late steps down
-        expected = durations if self._values is None else _expected(rows, self._values)
+        is_early = self._values is None or len(durations) < WINDOW
+        before = durations if self._values is None else _expected(rows, self._values)
+        expected = durations if is_early else before
         late = np.zeros(len(durations))
-        for _ in range(_FIRST_ROUNDS if self._values is None else _ROUNDS):
+        for _ in range(_FIRST_ROUNDS if is_early else _ROUNDS):
             scaled = rows / expected[:, None]
             spread = max(_MIN_SPREAD, 1.4826 * float(np.median(np.abs(late - np.median(late)))))
             weights = np.minimum(1.0, _HUBER * spread / np.maximum(np.abs(late), 1e-12))
