@@ -126,15 +126,15 @@ def _needs_blocks(decode: Worker, demand: Demand) -> bool:
 
 def with_prefill(times: StepTimes, other: StepTimes | None) -> StepTimes:
     """A decode worker's times, to predict a prefill with. While it has hardly prefilled it cannot
-    know what that costs: then `other`, of a prefill worker beside it, says. (What was never seen
-    is reported to cost as much as its twin, common/scheduling/step_fit.py.)
+    know what that costs: it is not taken to be faster than `other`, of a prefill worker beside it.
+    (What was never seen is reported to cost as much as its twin, common/scheduling/step_fit.py.)
     """
     if other is None:
         return times
-    if times.prefill_token_s == times.decode_s:
-        return replace(times, prefill_token_s=other.prefill_token_s, pair_s=other.pair_s)
+    has_prefilled = times.prefill_token_s != times.decode_s
     return replace(
         times,
-        prefill_token_s=max(times.prefill_token_s, other.prefill_token_s / 2),
-        pair_s=max(times.pair_s, other.pair_s / 2),
+        fixed_s=max(times.fixed_s, other.fixed_s),
+        prefill_token_s=max(times.prefill_token_s * has_prefilled, other.prefill_token_s),
+        pair_s=max(times.pair_s * has_prefilled, other.pair_s),
     )
