@@ -18,9 +18,11 @@ from common.errors import TandemError, WorkerLost
 from common.messages import (
     Admitted,
     Cancel,
+    ChunkBudget,
     Failed,
     GenerateRequest,
     Hello,
+    KvEvents,
     PoolLoad,
     PrefillDone,
     Route,
@@ -122,6 +124,7 @@ class FakeWorker:
         self._sessions: list[_Session] = []
         self._wake = asyncio.Event()
         self._watches: set[asyncio.Event] = set()
+        self._told: list[KvEvents] = []
         self._server: RpcServer | None = None
         self.address = ""
         self.reset()
@@ -133,6 +136,7 @@ class FakeWorker:
         self.cancelled: list[str] = []
         self.cancelled_outputs: list[tuple[str, int | None]] = []
         self.routes: list[Route] = []
+        self.chunk_budgets: list[int] = []
         self.num_tokens_sent = 0
         self.admits = True
         self.refuses: Callable[[GenerateRequest], TandemError | None] = lambda request: None
@@ -162,6 +166,12 @@ class FakeWorker:
         for event in self._watches:
             event.set()
 
+    def tell(self, events: KvEvents) -> None:
+        """Of its prefix cache, on every Watch stream."""
+        self._told.append(events)
+        for event in self._watches:
+            event.set()
+
     def allow(self, num_steps: int | None) -> None:
         """How many more steps may happen; None: no limit."""
         if num_steps is not None and self.steps_allowed is not None:
@@ -187,9 +197,13 @@ class FakeWorker:
         assert isinstance(await stream.receive(), Watch)
         event = asyncio.Event()
         self._watches.add(event)
+        num_told = 0
         try:
             while True:
                 await stream.send(self.state)
+                while num_told < len(self._told):
+                    num_told += 1
+                    await stream.send(self._told[num_told - 1])
                 await event.wait()
                 event.clear()
         finally:
@@ -222,6 +236,8 @@ class FakeWorker:
                     await session.send(Failed.of(request.request_id, error))
                 elif self.admits:
                     await self._admit(session, request)
+            case ChunkBudget(max_tokens=max_tokens):
+                self.chunk_budgets.append(max_tokens)
             case Route():
                 self.routes.append(message)
                 request = next(r for r in self.submitted if r.request_id == message.request_id)
@@ -237,7 +253,11 @@ class FakeWorker:
     async def _admit(self, session: _Session, request: GenerateRequest) -> None:
         needs_route = self.state.role is Role.DECODE
         await session.send(
-            Admitted(request_id=request.request_id, num_cached_tokens=0, needs_route=needs_route)
+            Admitted(
+                request_id=request.request_id,
+                num_cached_tokens=self.num_cached_tokens,
+                needs_route=needs_route,
+            )
         )
         if not needs_route:
             self._run(session, request)
