@@ -11,6 +11,7 @@ from common.config import (
     CertsConfig,
     Command,
     DemoModelConfig,
+    PlanConfig,
     QualityConfig,
     ServeConfig,
     home,
@@ -56,6 +57,10 @@ def run(command: Command) -> int:
             from common.engine import quality
 
             return quality.run(config, print)
+        case PlanConfig() as config:
+            from simulator import plan
+
+            return plan.run(config, say)
         case config:
             module = importlib.import_module(f"{PACKAGES[command.name]}.__main__")
             exit_code: int = module.run(config)

@@ -405,6 +405,113 @@ class QualityConfig:
             raise ConfigError(f"--check {self.check} is not among --codecs")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanConfig:
+    model: str = option(
+        "a known model (an unknown name lists them) or a directory with a config.json",
+        metavar="NAME|DIR",
+    )
+    gpu: str | None = option(
+        "the kind of GPU: a100, h100, h200, b200 or mi300x",
+        default=None,
+        metavar="NAME",
+        shown="none; then --step-times is needed",
+    )
+    tp: int = option("GPUs that share the model, for each worker", default=1, metavar="N")
+    step_times: str | None = option(
+        "file of step times measured at a running fleet, in place of a GPU's data sheet",
+        default=None,
+        metavar="FILE",
+        shown="none",
+    )
+    kv_blocks: int | None = option(
+        "with --step-times: each worker's KV pool in blocks",
+        default=None,
+        metavar="N",
+        shown="on GPUs what the memory allows",
+    )
+    trace: str | None = option(
+        "requests in Mooncake's format, JSON lines",
+        default=None,
+        metavar="FILE",
+        shown="none; then --rate is needed",
+    )
+    rate: float | None = option(
+        "without a trace: requests per second", default=None, metavar="X", shown="none"
+    )
+    prompt_tokens: int = option("without a trace: mean prompt length", default=1024, metavar="N")
+    output_tokens: int = option("without a trace: mean output length", default=256, metavar="N")
+    seed: int = option("without a trace: seed of arrivals and lengths", default=0, metavar="N")
+    requests: int | None = option(
+        "at most so many requests of the trace, or so many drawn ones",
+        default=None,
+        metavar="N",
+        shown="the whole trace, or 1000",
+    )
+    ttft: float = option("target for the time to the first token", default=2.0, metavar="SECONDS")
+    itl: float = option(
+        "target for a request's mean time between tokens", default=0.05, metavar="SECONDS"
+    )
+    gpus: int | None = option(
+        "GPUs to deploy on", default=None, metavar="N", shown="the fewest that meet the targets"
+    )
+    gpu_hour_price: float | None = option(
+        "price of one GPU for an hour; adds the cost of a million output tokens",
+        default=None,
+        metavar="X",
+        shown="no cost",
+    )
+    chunks: tuple[str, ...] = option(
+        "chunk sizes to try: tokens, or auto", default=("auto", "512", "2048"), metavar="N|auto,..."
+    )
+    codecs: tuple[str, ...] = option(
+        "KV codecs to try", default=("fp8_e4m3", "bf16"), metavar="CODEC,..."
+    )
+    max_num_seqs: int = option("outputs that decode at the same time", default=256, metavar="N")
+    gpu_memory_utilization: float = option(
+        f"share of a GPU's memory to use, at most {MAX_GPU_MEMORY_UTILIZATION}",
+        default=0.9,
+        metavar="SHARE",
+    )
+    compute_efficiency: float = option(
+        "share of a GPU's peak that large products reach", default=0.6, metavar="SHARE"
+    )
+    bandwidth_efficiency: float = option(
+        "share of its memory bandwidth that decoding reaches", default=0.75, metavar="SHARE"
+    )
+    plot: str | None = option(
+        "draw the table here", default=None, metavar="FILE.png", shown="no picture"
+    )
+    json: str | None = option(
+        "also write the numbers here", default=None, metavar="FILE", shown="no file"
+    )
+
+    def __post_init__(self) -> None:
+        for name in ("tp", "prompt_tokens", "output_tokens", "max_num_seqs"):
+            check_at_least(name, getattr(self, name), 1)
+        for name in ("requests", "gpus"):
+            check_at_least(name, getattr(self, name), 1)
+        check_at_least("seed", self.seed, 0)
+        check_at_least("kv_blocks", self.kv_blocks, 64)
+        for name in ("rate", "ttft", "itl", "gpu_hour_price"):
+            if getattr(self, name) is not None:
+                check_positive(name, getattr(self, name))
+        for name, most in (
+            ("gpu_memory_utilization", MAX_GPU_MEMORY_UTILIZATION),
+            ("compute_efficiency", 1.0),
+            ("bandwidth_efficiency", 1.0),
+        ):
+            if not 0 < getattr(self, name) <= most:
+                raise ConfigError(
+                    f"{flag(name)} is {getattr(self, name)}; it must be above 0 and at most {most}"
+                )
+        for codec in self.codecs:
+            if codec not in get_args(KvCodec):
+                raise ConfigError(
+                    f"--codecs: there is no {codec}; choose among {', '.join(get_args(KvCodec))}"
+                )
+
+
 Config = (
     CertsConfig
     | RouterConfig
@@ -413,6 +520,7 @@ Config = (
     | DemoModelConfig
     | CalibrateConfig
     | QualityConfig
+    | PlanConfig
 )
 
 
@@ -443,6 +551,7 @@ COMMANDS: dict[str, tuple[type[Config], str]] = {
         "measure what compressed KV subtracts, and store it beside the model",
     ),
     "quality": (QualityConfig, "measure what each KV codec costs, and fail beyond a bound"),
+    "plan": (PlanConfig, "simulate deployments of a model on GPUs and recommend one"),
 }
 
 

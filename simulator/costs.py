@@ -6,7 +6,7 @@ longer; attention and all-reduces come on top.
 """
 
 from dataclasses import dataclass, field
-from typing import Final, Protocol
+from typing import Final, Literal, Protocol
 
 from common.model_config import ModelConfig
 from common.pages import PageLayout
@@ -22,6 +22,7 @@ READ_LATENCY_S: Final = 100e-6
 COMPUTE_EFFICIENCY: Final = 0.6
 BANDWIDTH_EFFICIENCY: Final = 0.75
 LINK_EFFICIENCY: Final = 0.8
+WEIGHT_BYTES: Final = {"bfloat16": 2.0, "float8": 1.0}
 
 
 class CostModel(Protocol):
@@ -109,8 +110,7 @@ class Roofline:
     model: ModelConfig
     layout: PageLayout
     tp: int = 1
-    weight_bytes: float = 2.0
-    """For each parameter."""
+    weights: Literal["bfloat16", "float8"] = "bfloat16"
     compute_efficiency: float = COMPUTE_EFFICIENCY
     bandwidth_efficiency: float = BANDWIDTH_EFFICIENCY
     size: ModelSize = field(init=False)
@@ -118,9 +118,9 @@ class Roofline:
 
     def __post_init__(self) -> None:
         size = ModelSize.of(self.model)
-        flops = self.gpu.bf16_flops * self.tp * self.compute_efficiency
+        flops = self.gpu.flops(self.weights) * self.tp * self.compute_efficiency
         bandwidth = self.gpu.memory_bandwidth * self.tp * self.bandwidth_efficiency
-        weight_bytes = (size.linear_parameters + size.head_parameters) * self.weight_bytes
+        weight_bytes = (size.linear_parameters + size.head_parameters) * WEIGHT_BYTES[self.weights]
         rates = _Rates(
             row_s=2.0 * size.linear_parameters / flops,
             head_row_s=2.0 * size.head_parameters / flops,
@@ -136,7 +136,7 @@ class Roofline:
 
     @property
     def model_bytes(self) -> float:
-        return self.size.num_parameters * self.weight_bytes
+        return self.size.num_parameters * WEIGHT_BYTES[self.weights]
 
     @property
     def kv_token_bytes(self) -> float:

@@ -124,7 +124,7 @@ def test_every_option_is_read_somewhere() -> None:
     """A knob that does nothing does not exist."""
     read = {
         node.attr
-        for path in [*sources(*PRODUCT), ROOT / "tandem.py"]
+        for path in [*sources(*PRODUCT, "simulator"), ROOT / "tandem.py"]
         if path.name != "config.py"
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(node, ast.Attribute)

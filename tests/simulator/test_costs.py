@@ -3,6 +3,7 @@
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,7 +16,7 @@ from simulator.hardware import GPUS, MODELS, gpu_named, model_named
 from tests.simulator.fleets import TIMES
 
 
-def roofline(model: str, gpu: str, tp: int = 1, codec: str = "bf16", **rates: float) -> Roofline:
+def roofline(model: str, gpu: str, tp: int = 1, codec: str = "bf16", **rates: Any) -> Roofline:
     config = model_named(model)
     layout = PageLayout(
         num_layers=config.num_layers,

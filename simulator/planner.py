@@ -1,0 +1,183 @@
+"""Which deployment serves a workload best: simulates them, from coarse to fine.
+
+First every shape (how many prefill, decode and colocated workers), chunks as the product chooses
+them and the first codec; then, for the best shapes, the other chunk sizes and codecs. Without a
+number of GPUs, the fewest workers that keep to the targets are looked for first.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+from common.errors import ConfigError
+from simulator.deployment import Deployment, Site, kv_concurrency
+from simulator.records import Outcome
+from simulator.simulation import simulate
+from simulator.workload import Workload
+
+TARGET_SHARE: Final = 0.9
+"""A deployment keeps to the targets when so many of the requests do."""
+FINER_SHAPES: Final = 2
+"""Shapes that the other chunk sizes and codecs are tried for."""
+WORKER_COUNTS: Final = (1, 2, 3, 4, 6, 8, 12, 16)
+_EQUAL: Final = 0.01
+"""Goodputs that differ by less are equal: latency decides."""
+
+Report = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Targets:
+    """`itl_s` bounds the mean gap of each request, `ttft_s` its first token."""
+
+    ttft_s: float
+    itl_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """What a deployment came to. Pairs are (p50, p99), in seconds; rates are per second."""
+
+    deployment: Deployment
+    num_gpus: int
+    goodput_per_gpu: float
+    share_met: float
+    ttft_s: tuple[float, float]
+    itl_s: tuple[float, float]
+    output_tokens_per_s: float
+    tokens_per_s: float
+    kv_concurrency: int
+    num_failed: int
+
+    @property
+    def keeps_to_targets(self) -> bool:
+        return self.share_met >= TARGET_SHARE
+
+    def cost_per_million(self, gpu_hour_price: float) -> float:
+        """Of output tokens, at that price for an hour of one GPU."""
+        return self.num_gpus * gpu_hour_price / 3600 / max(self.output_tokens_per_s, 1e-9) * 1e6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    rows: tuple[Row, ...]
+    recommended: Row | None
+    """None when no deployment keeps to the targets."""
+    best: Row
+
+
+class Planner:
+    def __init__(
+        self,
+        site: Site,
+        workload: Workload,
+        targets: Targets,
+        *,
+        chunks: Sequence[str],
+        codecs: Sequence[str],
+        report: Report = lambda _: None,
+    ) -> None:
+        self._site = site
+        self._workload = workload
+        self._targets = targets
+        self._chunks = chunks
+        self._codecs = codecs
+        self._report = report
+        self._rows: dict[Deployment, Row] = {}
+
+    def plan(self, num_gpus: int | None) -> Plan:
+        """Raises ConfigError when the GPUs do not suffice for one worker."""
+        if num_gpus is None:
+            return self._finer(self._coarse_growing())
+        num_workers = num_gpus // self._site.gpus_per_worker
+        if num_workers == 0:
+            raise ConfigError(
+                f"--gpus is {num_gpus}, but one worker needs {self._site.gpus_per_worker} (--tp)"
+            )
+        return self._finer(self._coarse(num_workers))
+
+    def _coarse_growing(self) -> list[Row]:
+        """The shapes of the smallest fleet that keeps to the targets; of the largest one tried when
+        none does.
+        """
+        rows: list[Row] = []
+        for num_workers in WORKER_COUNTS:
+            rows = self._coarse(num_workers)
+            if any(row.keeps_to_targets for row in rows):
+                break
+        return rows
+
+    def _coarse(self, num_workers: int) -> list[Row]:
+        chunk, codec = self._chunks[0], self._codecs[0]
+        return [
+            self._try(replace(shape, chunk=chunk, codec=codec)) for shape in shapes(num_workers)
+        ]
+
+    def _finer(self, coarse: list[Row]) -> Plan:
+        rows = list(coarse)
+        for row in ranked(coarse, self._targets)[:FINER_SHAPES]:
+            for chunk in self._chunks:
+                for codec in self._codecs:
+                    tried = self._try(replace(row.deployment, chunk=chunk, codec=codec))
+                    if tried not in rows:
+                        rows.append(tried)
+        order = ranked(rows, self._targets)
+        good = [row for row in order if row.keeps_to_targets]
+        return Plan(rows=tuple(order), recommended=good[0] if good else None, best=order[0])
+
+    def _try(self, deployment: Deployment) -> Row:
+        if deployment not in self._rows:
+            self._report(
+                f"simulating {deployment.shape}, chunks {deployment.chunk}, {deployment.codec}"
+            )
+            workers = self._site.workers(deployment)
+            outcome = simulate(workers, self._workload, itl_target_s=self._targets.itl_s)
+            self._rows[deployment] = row_of(
+                deployment,
+                outcome,
+                self._targets,
+                num_gpus=sum(worker.num_gpus for worker in workers),
+                concurrency=kv_concurrency(workers, round(self._workload.mean_tokens)),
+            )
+        return self._rows[deployment]
+
+
+def shapes(num_workers: int) -> Iterator[Deployment]:
+    """Prefill and decode workers in every proportion, and all of them colocated."""
+    yield Deployment(colocated=num_workers)
+    for num_prefill in range(1, num_workers):
+        yield Deployment(prefill=num_prefill, decode=num_workers - num_prefill)
+
+
+def row_of(
+    deployment: Deployment, outcome: Outcome, targets: Targets, *, num_gpus: int, concurrency: int
+) -> Row:
+    finished = outcome.finished
+    prompt_tokens = sum(record.prompt_tokens for record in finished)
+    duration_s = max(outcome.duration_s, 1e-9)
+    return Row(
+        deployment=deployment,
+        num_gpus=num_gpus,
+        goodput_per_gpu=outcome.goodput(targets.ttft_s, targets.itl_s) / num_gpus,
+        share_met=outcome.attainment(targets.ttft_s, targets.itl_s),
+        ttft_s=(outcome.ttft(0.5), outcome.ttft(0.99)),
+        itl_s=(outcome.gaps.percentile(0.5), outcome.gaps.percentile(0.99)),
+        output_tokens_per_s=outcome.output_tokens_per_s,
+        tokens_per_s=outcome.output_tokens_per_s + prompt_tokens / duration_s,
+        kv_concurrency=concurrency,
+        num_failed=len(outcome.records) - len(finished),
+    )
+
+
+def ranked(rows: Sequence[Row], targets: Targets) -> list[Row]:
+    """Best first: those that keep to the targets, then by goodput per GPU; equal ones by how near
+    their slowest tokens come to the targets.
+    """
+    best = max((row.goodput_per_gpu for row in rows), default=0.0)
+
+    def key(row: Row) -> tuple[bool, int, float]:
+        missing = round((best - row.goodput_per_gpu) / max(best * _EQUAL, 1e-12))
+        strain = max(row.ttft_s[1] / targets.ttft_s, row.itl_s[1] / targets.itl_s)
+        return (not row.keeps_to_targets, missing, strain)
+
+    return sorted(rows, key=key)
