@@ -194,8 +194,10 @@ class Discovery:
         backoff_s = _FIRST_BACKOFF_S
         while True:
             session = Session(peer.open("Session"), address)
+            worker = self._fleet.get(address)
             self._dispatcher.session_opened(incarnation, session)
-            self._interleave.session_opened(incarnation, session.limit_chunks)
+            if worker is not None:
+                self._interleave.session_opened(worker.state, session.limit_chunks)
             self._fleet.session_up(address, incarnation)
             self._dispatcher.fleet_changed()
             started_at = asyncio.get_running_loop().time()

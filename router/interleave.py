@@ -28,9 +28,11 @@ class Interleave:
         self._sends: dict[str, Send] = {}
         self._told: dict[str, int] = {}
 
-    def session_opened(self, incarnation: str, send: Send) -> None:
-        self._sends[incarnation] = send
-        self._told.pop(incarnation, None)
+    def session_opened(self, state: WorkerState, send: Send) -> None:
+        """`state` is the last one known of the worker."""
+        self._sends[state.incarnation] = send
+        self._told.pop(state.incarnation, None)
+        self.observed(state)
 
     def session_closed(self, incarnation: str) -> None:
         self._sends.pop(incarnation, None)

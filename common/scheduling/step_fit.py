@@ -8,7 +8,8 @@ one that is a little late. A load that never varies says nothing about how its t
 the coefficients; they are held to their values of one window ago with a weight of `HOLD`, so that
 such directions follow the noise of many windows, not that of one. Coefficients are never negative.
 A unit of work that was never seen is taken to cost as much as its twin: a prompt token as much as
-a decode, a pair as much as a token of context.
+a decode (and at least `LEAST_ROW` of the fixed time: devices take several rows in the time of one),
+a pair as much as a token of context.
 
 Pure and deterministic: below 1 ms per fit. Used by both kinds of worker.
 """
@@ -26,7 +27,12 @@ MIN_STEPS = 12
 HOLD = 0.02
 """Of the window's own weight."""
 
-_FIRST_HOLD = 1e-4
+LEAST_ROW = 1 / 64
+
+_FIRST_HOLD = np.array([1e-4, 1e-3, 1e-2, 1e-3, 1e-3])
+"""What cannot be told apart yet is mostly fixed (weights are read once for all rows), and rows
+rather than pairs.
+"""
 _FIRST_ROUNDS = 10
 _ROUNDS = 4
 _HUBER = 1.345
@@ -81,7 +87,7 @@ class StepFit:
         """Not negative; columns without any entry keep their value."""
         gram = scaled.T @ (scaled * weights[:, None])
         right = scaled.T @ (wanted * weights)
-        held, hold = self._held, HOLD
+        held, hold = self._held, np.full(5, HOLD)
         if held is None:
             held, hold = np.zeros(5), _FIRST_HOLD
         own = np.diag(gram).copy()
@@ -107,6 +113,8 @@ class StepFit:
             float(values[i] if seen or twin is None else values[twin])
             for i, (seen, twin) in enumerate(zip(self._was_seen, _TWINS, strict=True))
         ]
+        if not self._was_seen[1]:
+            found[1] = max(found[1], LEAST_ROW * found[0])
         return StepTimes(
             fixed_s=found[0],
             prefill_token_s=found[1],

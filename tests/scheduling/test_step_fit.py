@@ -116,9 +116,15 @@ def test_a_machine_that_slows_down_for_good_is_followed() -> None:
 
 def test_work_never_seen_costs_what_its_twin_costs() -> None:
     found = fitted(observe(StepFit(), CPU, steady, WINDOW, seed=7))
-    assert found.prefill_token_s == found.decode_s
+    assert found.prefill_token_s == max(found.decode_s, found.fixed_s / 64)
     assert found.pair_s == found.context_token_s
     assert min(asdict(found).values()) >= 0
+    # up to 16 decodes cost this device the same
+    padded = StepFit()
+    for number in range(WINDOW):
+        padded.observe(StepShape(num_decodes=1 + number % 16, num_context_tokens=number % 7), 0.032)
+    assert fitted(padded).decode_s < 1e-5
+    assert fitted(padded).prefill_token_s == pytest.approx(0.0005, rel=0.05)
 
 
 def test_nothing_is_negative_whatever_is_measured() -> None:
