@@ -113,3 +113,66 @@ def test_a_handoff_gives_the_ids_of_one_process_that_does_both(
 
     with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
         runner.run(main())
+
+
+def turn(seed: int) -> SamplingParams:
+    return SamplingParams(max_tokens=8, temperature=0.0 if seed % 2 else 0.9, top_p=0.95, seed=seed)
+
+
+def test_a_second_turn_reuses_the_decode_workers_pages_to_the_bit(
+    runners: dict[int, ModelRunner],
+) -> None:
+    """Prompt and answer of the first turn are a prefix that only the decode worker holds. The rest
+    is computed there, or handed over by a prefill worker that computes again what it lacks; hits
+    end inside a chunk and at its ends. The ids are those of a process that never saw the chat.
+    """
+
+    def make(**sizes: Any) -> ModelRunner:
+        number = sizes["incarnation"]
+        if number not in runners:
+            runners[number] = real_runner(**sizes)
+        return runners[number]
+
+    async def main() -> None:
+        async with fleet(
+            num_prefill=0, num_decode=0, num_packed=400, num_exact=64, runner=make, chunk_tokens=64
+        ) as f:
+            p, d = f.add(Role.PREFILL, "p0"), f.add(Role.DECODE, "d0")
+            f.add(Role.COLOCATED, "c0", chunk_tokens=512)
+            handing_over, local = f.client("d0", "p0"), f.client("d0", None)
+            alone = f.client("c0", None)
+            for seed, (num_first, num_more) in enumerate([(75, 30), (108, 36)]):
+                first = prompt_of(num_first, seed)
+                answer = await handing_over.generate(first, turn(seed), cache_salt=str(seed))
+                chat = first + answer.tokens[0]
+                # the last token of an answer is never computed
+                num_held = (len(chat) - 1) // BLOCK * BLOCK
+                second = chat + prompt_of(num_more, 100 + seed)
+                fresh = await alone.generate(second, turn(seed), cache_salt=f"{seed}/fresh")
+                assert fresh.num_cached_tokens == 0
+
+                before = (p.device.num_tokens_computed, d.device.num_tokens_computed)
+                again = await local.generate(second, turn(seed), cache_salt=str(seed))
+                assert again.tokens == fresh.tokens
+                assert again.num_cached_tokens == num_held
+                assert p.device.num_tokens_computed == before[0]
+                assert d.device.num_tokens_computed - before[1] == len(second) - num_held
+
+                third = chat + prompt_of(num_more + 40, 200 + seed)
+                fresh = await alone.generate(third, turn(seed), cache_salt=f"{seed}/fresh3")
+                at_d, pages = d.device.num_tokens_computed, f.fabric.num_pages
+                over = await handing_over.generate(third, turn(seed), cache_salt=str(seed))
+                assert over.tokens == fresh.tokens
+                assert d.device.num_tokens_computed == at_d
+                assert f.fabric.num_pages - pages == -(-len(third) // BLOCK) - len(chat) // BLOCK
+
+                whole = await local.generate(third, turn(seed), cache_salt=str(seed))
+                assert whole.tokens == fresh.tokens
+                assert whole.num_cached_tokens == (len(third) - 1) // BLOCK * BLOCK
+                other = await local.generate(third, turn(seed), cache_salt="another tenant's")
+                assert (other.tokens, other.num_cached_tokens) == (fresh.tokens, 0)
+            await asyncio.sleep(2)
+            f.check_at_rest()
+
+    with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
+        runner.run(main())
