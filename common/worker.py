@@ -69,6 +69,30 @@ class Device(Protocol):
         ...
 
 
+class LoopCall:
+    """Something to be called in this loop, from whatever thread. What it raises is not lost:
+    `check` raises it.
+    """
+
+    def __init__(self, function: Callable[[], object]) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._function = function
+        self._error: Exception | None = None
+
+    def __call__(self) -> None:
+        self._loop.call_soon_threadsafe(self._run)
+
+    def check(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def _run(self) -> None:
+        try:
+            self._function()
+        except Exception as error:
+            self._error = error
+
+
 class HashRoots:
     """Parents of first blocks, by tenant's salt."""
 

@@ -296,9 +296,9 @@ class PrefillService:
     def _on(self, handoff: _Handoff, fact: Fact) -> None:
         self._perform(handoff, handoff.source.on(fact))
         is_waiting_for_peer = bool(handoff.source.held)
-        handoff.stall.deadline = (
-            anyio.current_time() + self._handoff_stall_s if is_waiting_for_peer else math.inf
-        )
+        # (the loop's time: this runs in callbacks too, where anyio knows no task)
+        now = asyncio.get_running_loop().time()
+        handoff.stall.deadline = now + self._handoff_stall_s if is_waiting_for_peer else math.inf
 
     def _perform(self, handoff: _Handoff, actions: Iterable[Action]) -> None:
         for action in actions:

@@ -8,12 +8,10 @@ device's thread.
 device.
 """
 
-import asyncio
 import logging
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -25,6 +23,7 @@ from common.errors import ConfigError
 from common.model_config import ModelConfig
 from common.pages import PageLayout, codec_named
 from common.scheduling.plan import LandingMove, LandingResult, StepPlan, StepResult
+from common.worker import LoopCall
 
 log = logging.getLogger(__name__)
 
@@ -66,8 +65,10 @@ class EngineDevice:
     ) -> StepResult:
         if on_stored is None:
             return await self._thread.run(self._runner.execute, plan)
-        tell = partial(asyncio.get_running_loop().call_soon_threadsafe, on_stored)
-        return await self._thread.run(self._runner.execute, plan, tell)
+        told = LoopCall(on_stored)
+        result = await self._thread.run(self._runner.execute, plan, told)
+        told.check()
+        return result
 
     async def land(self, moves: Sequence[LandingMove]) -> LandingResult:
         return await self._thread.run_first(self._runner.land, moves)

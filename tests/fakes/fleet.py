@@ -36,7 +36,7 @@ from common.scheduling.kv_cache import KvCache
 from common.scheduling.plan import LandingMove, LandingResult, PageKind, StepPlan, StepResult
 from common.scheduling.step_time import StepShape, StepTimes
 from common.types import FinishReason, PromptLogprobs, Role, SamplingParams, TokenLogprobs
-from common.worker import Identity
+from common.worker import Identity, LoopCall
 from common.worker_metrics import WorkerMetrics
 from decode_worker.links import Links
 from decode_worker.pull import Puller
@@ -70,12 +70,20 @@ def make_stale(row: Any) -> None:
 
 class SteppedDevice:
     """Runs a runner in the loop itself; a step takes `step_s` of the loop's time (or, and then it
-    says so, what `step_times` gives without context), a landing none.
+    says so, what `step_times` gives without context), a landing none. `logits_share` of a step
+    comes after its pages are stored.
     """
 
-    def __init__(self, runner: Any, step_s: float, step_times: StepTimes | None = None) -> None:
+    def __init__(
+        self,
+        runner: Any,
+        step_s: float,
+        step_times: StepTimes | None = None,
+        logits_share: float = 0.1,
+    ) -> None:
         self.runner = runner
         self._step_s = step_s
+        self._logits_share = logits_share
         self._step_times = step_times
         self.may_run = asyncio.Event()
         self.may_run.set()
@@ -84,18 +92,18 @@ class SteppedDevice:
     async def execute(
         self, plan: StepPlan, on_stored: Callable[[], None] | None = None
     ) -> StepResult:
-        """The last tenth of a step is its logits."""
         await self.may_run.wait()
         step_s = self._step_s
         if self._step_times is not None:
             step_s = self._step_times.step_s(StepShape.of(plan, 0))
-        await anyio.sleep(0.9 * step_s)
+        await anyio.sleep((1 - self._logits_share) * step_s)
         self.num_tokens_computed += sum(chunk.num_tokens for chunk in plan.chunks)
         result: StepResult = self.runner.execute(plan)
-        if on_stored is not None:
-            on_stored()
-        await anyio.sleep(0.1 * step_s)
+        told = LoopCall(on_stored or (lambda: None))
+        told()
+        await anyio.sleep(self._logits_share * step_s)
         await self.may_run.wait()
+        told.check()
         return result if self._step_times is None else replace(result, duration_s=step_s)
 
     async def land(self, moves: Sequence[LandingMove]) -> LandingResult:
@@ -177,7 +185,9 @@ class Fleet:
             vocab_size=getattr(getattr(runner, "config", None), "vocab_size", VOCAB_SIZE),
         )
         cache = KvCache(num_packed=num_packed, num_exact=num_exact, block_size=block_size)
-        device = SteppedDevice(runner, s.get("step_s", STEP_S), s.get("step_times"))
+        device = SteppedDevice(
+            runner, s.get("step_s", STEP_S), s.get("step_times"), s.get("logits_share", 0.1)
+        )
         transport = MemoryTransport(self.fabric, incarnation, runner.pool, runner.landing)
         parts = {
             "identity": identity,

@@ -290,7 +290,12 @@ def _has_handoffs(worker: Worker) -> bool:
 async def world(phase: Phase) -> AsyncIterator[World]:
     trigger = Trigger(phase)
     async with fleet(
-        num_prefill=0, num_decode=0, chunk_tokens=CHUNK_TOKENS, events=trigger
+        num_prefill=0,
+        num_decode=0,
+        chunk_tokens=CHUNK_TOKENS,
+        events=trigger,
+        # the last pages land while the logits are computed, unless these take no time
+        logits_share=0.0 if phase is Phase.FIRST_TOKEN else 0.1,
     ) as workers:
         for role, name in ((Role.PREFILL, "p"), (Role.DECODE, "d")):
             for number in range(2):
