@@ -29,6 +29,8 @@ class Cluster:
     options: tuple[str, ...]
     environment: dict[str, str]
     addresses: dict[str, str]
+    everywhere: tuple[str, ...] = ()
+    """Options of the router and of every worker."""
     processes: dict[str, "subprocess.Popen[bytes]"] = field(default_factory=dict)
     url: str = ""
 
@@ -62,7 +64,7 @@ class Cluster:
         log = (self.directory / f"{name}.log").open("ab")
         with log:
             self.processes[name] = subprocess.Popen(
-                [sys.executable, "-m", "tandem", *arguments],
+                [sys.executable, "-m", "tandem", *arguments, *self.everywhere],
                 stdout=log,
                 stderr=log,
                 env={**os.environ, "OMP_NUM_THREADS": "1", **self.environment},
@@ -103,7 +105,12 @@ class Cluster:
 
 @contextlib.contextmanager
 def cluster(
-    directory: Path, model: Path, *names: str, options: tuple[str, ...] = (), **environment: str
+    directory: Path,
+    model: Path,
+    *names: str,
+    options: tuple[str, ...] = (),
+    everywhere: tuple[str, ...] = (),
+    **environment: str,
 ) -> Iterator[Cluster]:
     """Starts the named workers and a router; waits until all are in the fleet."""
     made = Cluster(
@@ -112,6 +119,7 @@ def cluster(
         options=options,
         environment=environment,
         addresses={name: f"127.0.0.1:{free_port()}" for name in names},
+        everywhere=everywhere,
     )
     try:
         made.start_router()
