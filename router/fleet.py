@@ -15,6 +15,7 @@ themselves, and says so.
 from collections.abc import Collection
 from dataclasses import dataclass
 
+from common.errors import MalformedMessage
 from common.messages import PROTOCOL_VERSION, KvEvents, WorkerState
 from common.types import Role
 from router.prefix_index import PrefixIndex
@@ -112,13 +113,16 @@ class Fleet:
 
     def cache_changed(self, address: str, events: KvEvents) -> None:
         """What the worker at `address`, observed before, says of its prefix cache. Without a
-        snapshot first it is not believed. Raises MalformedMessage.
+        snapshot first it is not believed, nor that it holds more than its pool. Raises
+        MalformedMessage.
         """
         worker = self._workers[address]
         if events.is_snapshot:
             self.prefix_index.reset(worker.order)
         if self.prefix_index.knows(worker.order):
             self.prefix_index.change(worker.order, events.stored, events.removed)
+        if self.prefix_index.num_held(worker.order) > worker.state.blocks.total:
+            raise MalformedMessage("more blocks in the prefix cache than in the pool")
 
     def _forget_hashes(self, worker: Worker | None) -> None:
         if worker is not None:

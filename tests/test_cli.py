@@ -147,12 +147,13 @@ def test_check_free_accepts_a_port_that_was_just_released(taken: str) -> None:
 
 
 def test_two_workers_share_the_cores_and_get_ports_of_their_own() -> None:
-    config = ServeConfig(chunk_tokens=64)
+    config = ServeConfig(chunk_tokens=64, prefill_where="remote")
     router, prefill, decode = plan_children(config, None, "/m", [1, 2, 3, 4], cores=8)
     assert (router.name, prefill.name, decode.name) == ("router", "prefill-0", "decode-0")
     assert (prefill.threads, decode.threads) == (4, 4)
     assert flags(router)["--prefill"] == "127.0.0.1:1"
     assert flags(router)["--decode"] == "127.0.0.1:3"
+    assert flags(router)["--prefill-where"] == "remote"
     assert flags(prefill)["--metrics"] == "127.0.0.1:2"
     assert flags(decode)["--listen"] == "127.0.0.1:3"
     assert flags(decode)["--chunk-tokens"] == "64"

@@ -3,7 +3,9 @@
 import asyncio
 from pathlib import Path
 
-from common.messages import GenerateRequest, KvEvents, pack_tokens
+import pytest
+
+from common.messages import GenerateRequest, KvEvents, PoolLoad, pack_tokens
 from common.scheduling.block_hash import HashChain, block_hashes, root_hash
 from common.scheduling.step_time import StepTimes
 from common.types import Role, SamplingParams
@@ -95,13 +97,20 @@ def test_prefill_where_is_an_option(model_dir: Path) -> None:
             assert stack.metric("tandem_router_ttft_prediction_ratio_count") == 1
 
 
-def test_events_that_make_no_sense_exclude_the_worker_until_they_do(model_dir: Path) -> None:
-    worker = FakeWorker(model_fingerprint=FINGERPRINT)
+@pytest.mark.parametrize(
+    ("stored", "reason"), [(b"short", "wrong length"), (bytes(16) + bytes(range(16)), "pool")]
+)
+def test_events_that_make_no_sense_exclude_the_worker_until_they_do(
+    model_dir: Path, stored: bytes, reason: str
+) -> None:
+    small = PoolLoad(total=1, free=0, cached=1, held=0)
+    worker = FakeWorker(model_fingerprint=FINGERPRINT, blocks=small)
     with Stack(model_dir, worker) as stack:
         fleet = stack.router.service.fleet
-        stack.do(lambda: worker.tell(KvEvents(sequence=0, stored=b"short", is_snapshot=True)))
-        stack.until(lambda: any("wrong length" in reason for reason in fleet.reasons()))
+        stack.do(lambda: worker.tell(KvEvents(sequence=0, stored=stored, is_snapshot=True)))
+        stack.until(lambda: any(reason in each for each in fleet.reasons()))
         worker._told.clear()
+        worker.set_state(blocks=PoolLoad(total=100, free=100, cached=0, held=0))
         stack.do(lambda: worker.tell(snapshot(names(PROMPT))))
         stack.until(lambda: len(fleet.prefix_index) == 25)
         assert stack.complete("x", max_tokens=1).status_code == 200
@@ -122,7 +131,8 @@ def request(num_tokens: int, salt: str = "", **sampling: int) -> GenerateRequest
 
 def fleet_that_holds(num_blocks: int) -> Fleet:
     fleet = Fleet()
-    fleet.observe("c", state(C, "c", model_fingerprint=FINGERPRINT))
+    pool = PoolLoad(total=2000, free=0, cached=2000, held=0)
+    fleet.observe("c", state(C, "c", model_fingerprint=FINGERPRINT, blocks=pool))
     fleet.session_up("c", "c")
     fleet.cache_changed("c", snapshot(names(list(range(16 * num_blocks)))))
     return fleet
