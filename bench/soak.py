@@ -4,8 +4,9 @@ be wrong or left.
 Two prefill and two decode workers, each a process, with the demo model cut to 2 layers. Clients
 send requests whose answers are known from an undisturbed run; some leave early. Every few
 seconds a random worker gets SIGKILL and is started again. At the end: no wrong, lost or doubled
-token, pools at rest, and the router with no more descriptors, threads and hardly more memory
-than after warming up.
+token, pools at rest, and the router with no more descriptors and threads and hardly more memory
+than after warming up. Then the killing stops, and the workers are held to the same: after another
+tenth of the requests, none of them has more of anything than before.
 """
 
 import argparse
@@ -16,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,8 @@ CONCURRENCY = 16
 NUM_KINDS = 48
 KILL_EVERY_S = 12.0
 MAX_GROWTH_MB = 48.0
+MAX_MORE = 8
+"""Descriptors and threads that come and go: connections of clients, a pool's threads."""
 
 
 @dataclass(slots=True)
@@ -37,6 +41,17 @@ class Report:
     outcomes: Counter[str] = field(default_factory=Counter)
     num_kills: int = 0
     wrong: list[str] = field(default_factory=list)
+    growth: dict[str, dict[str, float]] = field(default_factory=dict)
+    """Descriptors, threads and megabytes that a process has gained."""
+
+    @property
+    def is_good(self) -> bool:
+        return not self.wrong and all(
+            figures["megabytes"] <= MAX_GROWTH_MB
+            and figures["descriptors"] <= MAX_MORE
+            and figures["threads"] <= MAX_MORE
+            for figures in self.growth.values()
+        )
 
 
 def body(kind: int, model: str) -> dict[str, Any]:
@@ -85,10 +100,9 @@ async def soak(c: Cluster, num_requests: int, seed: int) -> Report:
         expected = [await ask(http, kind, None) for kind in kinds]
         assert all("error" not in answer for answer in expected), expected
         before = footprint(c.processes["router"].pid)
-        numbers = iter(range(num_requests))
         done = asyncio.Event()
 
-        async def client() -> None:
+        async def client(numbers: Iterator[int]) -> None:
             for _ in numbers:
                 kind = rng.randrange(NUM_KINDS)
                 leave_after = rng.randrange(1, 6) if rng.random() < 0.2 else None
@@ -103,22 +117,35 @@ async def soak(c: Cluster, num_requests: int, seed: int) -> Report:
                 c.start(name)
                 report.num_kills += 1
 
+        async def load(num_requests: int) -> None:
+            numbers = iter(range(num_requests))
+            await asyncio.gather(*(client(numbers) for _ in range(CONCURRENCY)))
+
+        async def rest() -> None:
+            await asyncio.to_thread(c.wait_for_workers, len(c.addresses))
+            with c.served() as served:
+                served.wait_until_at_rest(within_s=20)
+
         async with asyncio.TaskGroup() as group:
             kills = group.create_task(killer())
-            clients = [group.create_task(client()) for _ in range(CONCURRENCY)]
-            await asyncio.gather(*clients)
+            await load(num_requests)
             done.set()
             kills.cancel()
-    await asyncio.to_thread(c.wait_for_workers, len(c.addresses))
-    with c.served() as served:
-        served.wait_until_at_rest(within_s=20)
-    grown = {
-        key: value - before[key] for key, value in footprint(c.processes["router"].pid).items()
-    }
-    report.outcomes["router: descriptors more"] = max(0, int(grown["descriptors"]))
-    report.outcomes["router: threads more"] = max(0, int(grown["threads"]))
-    report.outcomes["router: MB more"] = int(grown["megabytes"])
+        await rest()
+        report.growth["router"] = grown(c, "router", before)
+        await load(num_requests // 20)  # workers that were just started warm up
+        await rest()
+        quiet = {name: footprint(c.processes[name].pid) for name in c.processes}
+        await load(num_requests // 10)
+        await rest()
+        for name, figures in quiet.items():
+            report.growth[f"{name}, in peace"] = grown(c, name, figures)
     return report
+
+
+def grown(c: Cluster, name: str, before: dict[str, float]) -> dict[str, float]:
+    after = footprint(c.processes[name].pid)
+    return {key: after[key] - before[key] for key in after}
 
 
 def judge(report: Report, kind: int, answer: Any, expected: Any) -> None:
@@ -161,8 +188,11 @@ def main() -> int:
         print(f"  {outcome}: {count}")
     for line in report.wrong[:5]:
         print(line)
-    is_good = not report.wrong and report.outcomes["router: MB more"] <= MAX_GROWTH_MB
-    return 0 if is_good and report.outcomes["router: descriptors more"] <= 8 else 1
+    for name, figures in report.growth.items():
+        more = ", ".join(f"{value:+.0f} {key}" for key, value in figures.items())
+        print(f"  {name}: {more}")
+    print("nothing is wrong or left" if report.is_good else "NOT GOOD")
+    return 0 if report.is_good else 1
 
 
 if __name__ == "__main__":
