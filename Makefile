@@ -4,7 +4,7 @@ BIN := .venv/bin
 ARGS ?=
 SETUP_ARGS ?=
 
-.PHONY: setup setup-test setup-clients serve test test-all bench soak fmt check lock clean
+.PHONY: setup setup-test setup-clients serve test test-all bench bench-peers soak fmt check lock clean
 
 setup:
 	@command -v $(PYTHON) >/dev/null || { echo "setup: $(PYTHON) is not installed; on Debian: apt-get install python3 python3-venv" >&2; exit 2; }
@@ -33,6 +33,9 @@ test-all: setup-test setup-clients
 
 bench: setup-test
 	$(BIN)/python -m bench $(ARGS)
+
+bench-peers: setup-test
+	$(BIN)/python -m bench.peers
 
 # Faults on real processes, and thousands of requests while workers are killed: half an hour or so.
 soak: setup-test
