@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import count, pairwise
+from math import inf
 from statistics import median
 
 import httpx
@@ -50,6 +51,7 @@ class Row:
     p99_s: float
     max_s: float
     ttft_s: float
+    """Infinite when none of the prompts got that far."""
     num_prompts: float
 
 
@@ -116,7 +118,7 @@ async def _run(url: str, model: str, name: str, seeds: Iterator[int]) -> Row:
         itl_s=median(gaps),
         p99_s=percentile(gaps, 0.99),
         max_s=max(gaps),
-        ttft_s=median(ttfts),
+        ttft_s=median(ttfts or [inf]),
         num_prompts=len(ttfts),
     )
 

@@ -17,6 +17,7 @@ from common.scheduling.kv_cache import KvCache
 from common.scheduling.prompt_queue import Prompt, PromptQueue
 from common.scheduling.step_time import StepShape, StepTimes
 from common.types import SamplingParams
+from decode_worker.scheduler import BatchScheduler
 from prefill_worker.scheduler import ChunkComputed, PrefillScheduler, PromptComputed
 from tests.scheduling.test_schedulers import (
     BLOCK,
@@ -153,7 +154,7 @@ class LineMachine(RuleBasedStateMachine):
 
 
 TestLine = LineMachine.TestCase
-TestLine.settings = settings(max_examples=100, stateful_step_count=60, deadline=None)
+TestLine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 
 
 # --- one client floods, another asks now and then ----------------------------------------------
@@ -291,6 +292,57 @@ def test_prefill_is_fair_by_chunks() -> None:
     assert "long" in keys[-3:]
 
 
+def run_until(s: BatchScheduler, wanted: str, now: float) -> list[str]:
+    """Steps until `wanted` has ended; who was evicted meanwhile."""
+    evicted: list[str] = []
+    for _ in range(500):
+        _, facts = step(s, now)
+        for fact in facts:
+            evicted += [request_id for request_id, error in fact.failed]
+            if wanted in fact.ended:
+                return evicted
+    raise AssertionError(f"{wanted} does not end")
+
+
+def test_the_lowest_priority_is_evicted_before_the_youngest() -> None:
+    s = batch_scheduler(num_packed=12, num_exact=16, max_num_seqs=4)
+    submit(s, "old and low", 9, now=0.0, max_tokens=28, priority=-1)
+    submit(s, "young", 9, now=1.0, max_tokens=28)
+    submit(s, "youngest", 9, now=2.0, max_tokens=28)
+    assert run_until(s, "young", 2.0) == ["old and low", "youngest"]
+
+
+def test_an_evicted_request_resumes_cheaply() -> None:
+    """It comes back with its tokens so far and computes only what is not in its cached blocks."""
+    s = batch_scheduler(num_packed=16, num_exact=16, max_num_seqs=4)
+    prompts = {key: [1000 * number + k for k in range(17)] for number, key in enumerate("ab")}
+    tokens = {key: list(prompt) for key, prompt in prompts.items()}
+    for number, (key, prompt) in enumerate(prompts.items()):
+        submit(s, key, 0, float(number), 26, tokens=prompt)
+    evicted_at = 0
+    while not evicted_at:
+        _, facts = step(s, 2.0)
+        for fact in facts:
+            for key, token in zip(fact.request_ids, fact.token_ids, strict=True):
+                tokens[key].append(token)
+            if fact.failed:
+                assert [key for key, _ in fact.failed] == ["b"]
+                evicted_at = len(tokens["b"])
+    # it waits until the older one has ended: readmitted at once it would be evicted again
+    submit(s, "b again", 0, 2.0, 26, tokens=tokens["b"], age_s=1.0)
+    admissions = s.admit(2.0)
+    while not admissions:
+        assert s.num_decodes == 1
+        plan, _ = s.plan(2.0)
+        assert plan is not None
+        s.apply(plan, null_step(plan), 2.0)
+        s.check_invariants()
+        admissions = s.admit(2.0)
+    assert [a.request_id for a in admissions] == ["b again"]
+    cached = admissions[0].num_cached_tokens
+    assert evicted_at - cached <= 2 * BLOCK, f"{cached} of {evicted_at} tokens are cached"
+
+
 def test_a_request_whose_time_is_up_in_line_gets_no_blocks() -> None:
     s = batch_scheduler(max_num_seqs=1)
     submit(s, "running", 8, max_tokens=100)
@@ -320,7 +372,7 @@ def test_a_request_whose_time_is_up_in_line_gets_no_blocks() -> None:
     num_packed=st.integers(40, 80),
     is_auto=st.booleans(),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_any_schedule_ends(
     rows: list[tuple[str, int, int, int, float]], num_packed: int, is_auto: bool
 ) -> None:
