@@ -288,11 +288,18 @@ class ServeConfig:
         metavar="N",
         shown="what the memory allows",
     )
-    chunk_tokens: int | None = option(
-        "prompt tokens per step, a multiple of the block size",
+    chunk_tokens: ChunkTokens | None = option(
+        "most prompt tokens per step, a multiple of the block size; auto: at most "
+        f"{MAX_AUTO_CHUNK}, and beside running streams what keeps to the ITL target",
         default=None,
-        metavar="N",
-        shown="512",
+        metavar="N|auto",
+        shown="auto",
+    )
+    itl_target: float | None = option(
+        "seconds between two tokens of a stream that prompt chunks in between should keep to",
+        default=None,
+        metavar="SECONDS",
+        shown="0.05, or twice a step without prompts where that is longer",
     )
     prefill_where: PrefillWhere | None = option(
         "auto or remote: whether decode workers may prefill where that is faster",
@@ -664,11 +671,11 @@ def add_flag(parser: argparse.ArgumentParser, command: str, entry: Field[Any]) -
 def default_text(entry: Field[Any]) -> str:
     if entry.default is MISSING:
         return "required"
-    default = (
-        {True: "on", False: "off"}.get(entry.default, entry.default)
-        if isinstance(entry.default, bool)
-        else entry.default
-    )
+    default = entry.default
+    if isinstance(default, bool):
+        default = "on" if default else "off"
+    elif isinstance(default, tuple):
+        default = ",".join(map(str, default)) or "none"
     return f"default: {entry.metadata['shown'] or default}"
 
 

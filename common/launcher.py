@@ -126,6 +126,8 @@ def router_plan(
     arguments += ("--decode", ",".join(addresses["decode"] + addresses["colocated"]))
     if config.served_model_name is not None:
         arguments += ("--served-model-name", config.served_model_name)
+    if config.itl_target is not None:
+        arguments += ("--itl-target", str(config.itl_target))
     if config.prefill_where is not None:
         arguments += ("--prefill-where", config.prefill_where)
     return ChildPlan(name="router", role="router", arguments=arguments, threads=1)
