@@ -16,6 +16,7 @@ import tomllib
 import types
 from collections.abc import Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
@@ -562,6 +563,14 @@ COMMANDS: dict[str, tuple[type[Config], str]] = {
 }
 
 
+def tandem_version() -> str:
+    """Of the installed distribution; 0 where the sources run without one."""
+    try:
+        return version("tandem-serve")
+    except PackageNotFoundError:
+        return "0"
+
+
 def parse(argv: Sequence[str] | None = None) -> Command:
     """Reads `argv` (the process's own when None) and the file it names. Raises ConfigError."""
     options, unknown = command_line_parser().parse_known_args(argv)
@@ -630,6 +639,7 @@ def command_line_parser() -> argparse.ArgumentParser:
         prog="tandem",
         description="Serves a language model with prefill and decode on separate workers.",
     )
+    parser.add_argument("--version", action="version", version=f"tandem {tandem_version()}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
     for name, (_, summary) in COMMANDS.items():
         command = commands.add_parser(

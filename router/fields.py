@@ -44,7 +44,9 @@ class Fields:
         if isinstance(value, bool) or not isinstance(value, int):
             raise self.wrong(name, "must be an integer", value)
         if not low <= value <= high:
-            raise self.wrong(name, f"must be from {low} to {high}", value)
+            is_bounded = high < 2**53  # as far as JSON's numbers are sure to be whole
+            rule = f"must be from {low} to {high}" if is_bounded else f"must be at least {low}"
+            raise self.wrong(name, rule if value < low or is_bounded else "is too large", value)
         return value
 
     def number(

@@ -5,7 +5,7 @@ import contextlib
 import socket
 from collections.abc import Iterator
 from dataclasses import asdict
-from importlib.metadata import PackageNotFoundError, version
+from functools import partial
 from typing import Any
 
 import uvicorn
@@ -17,6 +17,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from common.addresses import join_address, split_address
+from common.config import tandem_version
 from common.errors import ConfigError, InternalError, MethodNotAllowed, NotFound, TandemError
 from router import kserve_http
 from router.fields import Fields
@@ -43,7 +44,7 @@ def make_app(service: TextService, max_body_bytes: int) -> ASGIApp:
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,
-        exception_handlers={HTTPException: _explain},
+        exception_handlers={HTTPException: partial(_explain, service)},
     )
     posts: list[tuple[str, Endpoint]] = [
         ("/v1/chat/completions", ChatEndpoint(service, max_body_bytes)),
@@ -118,13 +119,6 @@ class Refuse(Endpoint):
     def ended(self, error: TandemError | None) -> None:
         if self._asked is not None:
             self._asked.ended(error)
-
-
-def tandem_version() -> str:
-    try:
-        return version("tandem-serve")
-    except PackageNotFoundError:
-        return "0"
 
 
 class _View(Endpoint):
@@ -293,17 +287,18 @@ def metrics_url(worker: Worker) -> str:
     return url
 
 
-async def _explain(request: Request, error: Exception) -> Response:
+async def _explain(service: TextService, request: Request, error: Exception) -> Response:
     """What routing itself refuses, in the shape of all other errors."""
     status = error.status_code if isinstance(error, HTTPException) else 500
     method, path = request.method, shortened(request.url.path)
     found: TandemError = InternalError("internal error")
-    headers = {}
+    exchange = Exchange(request.scope, request.receive, request._send, service.new_request_id)
+    headers = {"x-request-id": exchange.request_id}
     if status == 404:
         found = NotFound(f"there is no {path} here")
     elif status == 405:
         found = MethodNotAllowed(f"{path} does not take {method}")
-        headers = dict(getattr(error, "headers", None) or {})
+        headers |= getattr(error, "headers", None) or {}
     return Response(error_body(found), status, headers, media_type="application/json")
 
 

@@ -9,11 +9,12 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 
-from common.config import ServeConfig, available_cores
+from common.config import ServeConfig, available_cores, command_line_parser
 from common.errors import ConfigError
 from common.launcher import ChildPlan, check_free, free_ports, in_words, plan_children
 
@@ -282,3 +283,10 @@ def test_a_router_that_never_gets_ready_ends_in_an_error(launch: Launch) -> None
     code, out, err = launch("--start-timeout-s", "1", ready=503).finish()
     assert (code, out) == (1, "")
     assert "not ready within 1 s (the router says 503); stopping" in err
+
+
+def test_version_is_that_of_the_distribution(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as found:
+        command_line_parser().parse_args(["--version"])
+    assert found.value.code == 0
+    assert capsys.readouterr().out == f"tandem {metadata.version('tandem-serve')}\n"

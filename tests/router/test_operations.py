@@ -403,3 +403,10 @@ def test_a_model_directory_without_a_tokenizer_is_refused(model_dir: Path, tmp_p
     )
     with pytest.raises(ConfigError, match="tokenizer"):
         open_router(config)
+
+
+def test_what_routing_refuses_carries_a_request_id_too(stack: Stack) -> None:
+    for method, path, status in (("GET", "/nothing", 404), ("GET", "/v1/completions", 405)):
+        own = stack.http.request(method, path, headers={"x-request-id": "mine-1"})
+        assert (own.status_code, own.headers["x-request-id"]) == (status, "mine-1")
+        assert stack.http.request(method, path).headers["x-request-id"]
