@@ -20,28 +20,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.errors import (
-    ContextLengthExceeded,
     DeadlineExceeded,
-    DecodeFull,
     InternalError,
     Preempted,
-    PromptTooLargeForPool,
 )
 from common.messages import GenerateRequest
 from common.scheduling.block_hash import HashChain
-from common.scheduling.chunk_budget import ChunkRoom, chunk_budget, quiet_step_s
-from common.scheduling.fair_line import FairLine
 from common.scheduling.finish import finish_reason
 from common.scheduling.kv_cache import BlockTable, KvCache
 from common.scheduling.plan import OutputStart, PageKind, StepPlan, StepResult
-from common.scheduling.prompt_queue import (
-    MAX_OVERTAKEN_S,
-    MAX_TRIED,
-    Prompt,
-    PromptQueue,
-    shareable,
-)
-from common.scheduling.step_fit import StepFit
+from common.scheduling.prompt_queue import Prompt, PromptQueue, shareable
 from common.scheduling.step_time import StepShape, StepTimes
 from common.types import (
     BlockId,
@@ -51,7 +39,9 @@ from common.types import (
     TokenLogprobs,
     output_key,
 )
+from decode_worker.chunk_limit import ChunkLimit
 from decode_worker.entries import Admission, Entry, Facts, Output, State
+from decode_worker.waiting import WaitingRequests
 
 
 class BatchScheduler:
@@ -71,20 +61,19 @@ class BatchScheduler:
         """
         assert chunk_tokens >= cache.block_size
         self._cache = cache
-        self._chunk_tokens = chunk_tokens
         self._max_num_seqs = max_num_seqs
-        self._max_waiting = max_waiting
         self._max_model_len = max_model_len
         self._is_colocated = is_colocated
-        self._is_chunk_auto = is_chunk_auto
-        self._told_budget: int | None = None
-        self._step_fit = StepFit()
+        self._chunks = ChunkLimit(cache.block_size, chunk_tokens, is_auto=is_chunk_auto)
         self._shape = StepShape()
         self._entries: dict[RequestId, Entry] = {}
         self._holding: dict[RequestId, Entry] = {}
-        self._waiting: FairLine[Entry] = FairLine()
-        self._num_waiting_tokens = 0
-        self._expired: list[Entry] = []
+        self._waiting = WaitingRequests(
+            cache,
+            max_waiting=max_waiting,
+            max_num_seqs=max_num_seqs,
+            max_model_len=max_model_len,
+        )
         self._queue = PromptQueue(cache)
         self._running: dict[OutputKey, Output] = {}
         self._to_start: dict[OutputKey, Output] = {}
@@ -108,7 +97,7 @@ class BatchScheduler:
 
     @property
     def num_queued_tokens(self) -> int:
-        return self._queue.num_queued_tokens + self._num_waiting_tokens
+        return self._queue.num_queued_tokens + self._waiting.num_tokens
 
     @property
     def num_decodes(self) -> int:
@@ -123,15 +112,15 @@ class BatchScheduler:
     @property
     def chunk_tokens(self) -> int:
         """Prompt tokens that a step may carry at present."""
-        return self._budget(len(self._running))
+        return self._chunks.budget(len(self._running), self._num_context_tokens)
 
     @property
     def step_times(self) -> StepTimes | None:
-        return self._step_fit.times
+        return self._chunks.times
 
     def set_chunk_budget(self, max_tokens: int | None) -> None:
         """What routers allow beside running streams; None when none of them says."""
-        self._told_budget = max_tokens
+        self._chunks.told = max_tokens
 
     @property
     def max_request_tokens(self) -> int:
@@ -146,7 +135,7 @@ class BatchScheduler:
         wait.
         """
         assert request.request_id not in self._entries
-        self._check(request, len(token_ids))
+        self._waiting.check(request)
         self._arrivals += 1
         entry = Entry(
             request=request,
@@ -157,73 +146,16 @@ class BatchScheduler:
         )
         self._entries[request.request_id] = entry
         self._waiting.add(entry)
-        self._num_waiting_tokens += entry.num_tokens
-
-    def _check(self, request: GenerateRequest, num_tokens: int) -> None:
-        sampling = request.sampling
-        total = request.num_prompt_tokens + sampling.max_tokens
-        if total > self._max_model_len:
-            raise ContextLengthExceeded(
-                f"prompt ({request.num_prompt_tokens} tokens) and max_tokens "
-                f"({sampling.max_tokens}) exceed the context of {self._max_model_len} tokens"
-            )
-        pages = self._most_pages(request, total)
-        if not self._cache.fits(pages) or sampling.n > self._max_num_seqs:
-            raise PromptTooLargeForPool(
-                f"prompt ({request.num_prompt_tokens} tokens), max_tokens "
-                f"({sampling.max_tokens}) and n ({sampling.n}) can never fit this worker's KV pool "
-                f"({self._cache.max_tokens} tokens, {self._max_num_seqs} outputs)"
-            )
-        if len(self._waiting) >= self._max_waiting:
-            raise DecodeFull(
-                f"{len(self._waiting)} requests are waiting already", retry_after_s=1.0
-            )
-
-    def _most_pages(self, request: GenerateRequest, total: int) -> Counter[PageKind]:
-        """Pages held when every output has reached its limit: full blocks of the prompt are
-        shared.
-        """
-        size, n = self._cache.block_size, request.sampling.n
-        num_shared = request.num_prompt_tokens // size
-        num_own = -(-total // size) - num_shared
-        num_block_0 = 1 if num_shared else n
-        num_tails = n if total > size else 0
-        return Counter(
-            {
-                PageKind.PACKED: num_shared + n * num_own - num_block_0,
-                PageKind.EXACT: num_block_0 + num_tails,
-            }
-        )
 
     def admit(self, now: float) -> list[Admission]:
         """Gives waiting requests their blocks, in the order of the line. One whose deadline has
         passed ends instead; the next `plan` tells.
         """
-        admitted: list[Entry] = []
-        num_expired, num_blocked = len(self._expired), 0
-        for entry in self._waiting:
-            deadline_s = entry.request.deadline_s
-            if deadline_s is not None and now - entry.arrival >= deadline_s:
-                self._expired.append(entry)
-                continue
-            if self._num_outputs + entry.request.sampling.n > self._max_num_seqs:
-                break
-            if self._admit(entry):
-                admitted.append(entry)
-                continue
-            num_blocked += 1
-            if num_blocked > MAX_TRIED or now - entry.arrival > MAX_OVERTAKEN_S:
-                break
-        for entry in self._expired[num_expired:]:
-            self._leave_line(entry)
-        for entry in admitted:
-            self._leave_line(entry)
-            self._waiting.charge(entry.client, entry.priority, entry.cost)
+        admitted = self._waiting.let_in(now, self._has_place, self._admit)
         return [self._admission(entry) for entry in admitted]
 
-    def _leave_line(self, entry: Entry) -> None:
-        self._waiting.remove(entry)
-        self._num_waiting_tokens -= entry.num_tokens
+    def _has_place(self, entry: Entry) -> bool:
+        return self._num_outputs + entry.request.sampling.n <= self._max_num_seqs
 
     def _admit(self, entry: Entry) -> bool:
         size = self._cache.block_size
@@ -401,7 +333,9 @@ class BatchScheduler:
         decodes, grown, tails = self._grow(facts)
         starts, copies = self._starts()
         told = {start.key for start in starts}  # their tables are whole already
-        prompt_starts, chunks = self._queue.plan(self._room(len(decodes)), now)
+        prompt_starts, chunks = self._queue.plan(
+            self._chunks.room(len(decodes), self._num_context_tokens), now
+        )
         drops, self._drops = tuple(self._drops), []
         if not decodes and not chunks and not drops:
             return None, facts
@@ -420,43 +354,12 @@ class BatchScheduler:
         self._shape = StepShape.of(self._in_flight, self._num_context_tokens)
         return self._in_flight, facts
 
-    def _budget(self, num_decodes: int) -> int:
-        """Prompt tokens from position 0 on, beside so many streams."""
-        size = self._cache.block_size
-        if num_decodes == 0:
-            return self._chunk_tokens
-        if not self._is_chunk_auto:
-            return max(size, self._chunk_tokens - num_decodes)
-        if self._told_budget is not None:
-            return max(size, min(self._told_budget, self._chunk_tokens))
-        return chunk_budget(
-            self._step_fit.times,
-            None,
-            num_decodes,
-            self._num_context_tokens,
-            block_size=size,
-            max_tokens=self._chunk_tokens,
-        )
-
-    def _room(self, num_decodes: int) -> ChunkRoom:
-        budget, times = self._budget(num_decodes), self._step_fit.times
-        if times is None or num_decodes == 0 or not self._is_chunk_auto:
-            return ChunkRoom(budget, self._cache.block_size)
-        return ChunkRoom.within(
-            times,
-            budget,
-            quiet_step_s(times, num_decodes, self._num_context_tokens),
-            block_size=self._cache.block_size,
-            max_tokens=self._chunk_tokens,
-        )
-
     def _tell_expired(self, facts: Facts) -> None:
-        for entry in self._expired:
+        for entry in self._waiting.take_expired():
             if entry.state is State.WAITING:
                 self._forget(entry, facts)
                 late = DeadlineExceeded("the request's time was up while it waited for KV blocks")
                 facts.failed.append((entry.request.request_id, late))
-        self._expired.clear()
 
     def _starts(self) -> tuple[list[OutputStart], tuple[tuple[BlockId, BlockId], ...]]:
         """Outputs the runner does not know yet: those prefilled elsewhere, and the siblings of a
@@ -535,7 +438,7 @@ class BatchScheduler:
     def apply(self, plan: StepPlan, result: StepResult, now: float) -> Facts:
         assert plan is self._in_flight
         self._in_flight = None
-        self._step_fit.observe(self._shape, result.duration_s)
+        self._chunks.observe(self._shape, result.duration_s)
         for table in self._dead_in_flight:
             self._cache.free(table)
         self._dead_in_flight.clear()
@@ -646,8 +549,8 @@ class BatchScheduler:
             self._end(entry, facts)
 
     def _end(self, entry: Entry, facts: Facts) -> None:
-        if entry.state is State.WAITING and entry not in self._expired:
-            self._leave_line(entry)
+        if entry.state is State.WAITING:
+            self._waiting.remove(entry)
         self._forget(entry, facts)
 
     def _forget(self, entry: Entry, facts: Facts) -> None:
@@ -667,10 +570,7 @@ class BatchScheduler:
             self._num_context_tokens -= output.num_tokens
             self._to_start.pop(output.key, None)
         self._num_outputs -= 1
-        entry = output.entry
-        if output.num_tokens > entry.num_tokens:
-            served = output.num_tokens - entry.num_tokens
-            self._waiting.charge(entry.client, entry.priority, served)
+        self._waiting.generated(output)
         if output.is_started or output.entry.state is State.LOCAL:
             self._drops.append(output.key)
         if output.entry.num_pins:
@@ -689,13 +589,7 @@ class BatchScheduler:
         self._queue.check_invariants()
         entries = self._entries.values()
         assert self._num_outputs == sum(len(entry.outputs) for entry in entries)
-        self._waiting.check_invariants()
-        assert {e.request.request_id for e in self._waiting} == {
-            e.request.request_id
-            for e in entries
-            if e.state is State.WAITING and e not in self._expired
-        }
-        assert self._num_waiting_tokens == sum(entry.num_tokens for entry in self._waiting)
+        self._waiting.check_invariants([e for e in entries if e.state is State.WAITING])
         assert self._holding == {
             key: e for key, e in self._entries.items() if e.state is not State.WAITING
         }
