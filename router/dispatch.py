@@ -88,19 +88,19 @@ class Dispatcher:
     ) -> "Placement | None":
         """None when no worker can take it now."""
         context = self._context
+        candidates = context.fleet.decode_workers(avoid)
+        if not candidates:
+            return None
         num_tokens = len(request.token_ids) // 4
         hashes = context.book.hashes(request)
         demand = Demand(
             num_tokens=num_tokens,
             max_tokens=request.sampling.max_tokens + request.num_prompt_tokens - num_tokens,
             num_outputs=request.sampling.n,
-            cached_tokens=context.book.hits(hashes),
+            cached_tokens=context.book.hits(hashes) if len(candidates) > 1 else {},
         )
-        worker = context.policy.choose_decode(
-            context.fleet.decode_workers(avoid),
-            demand,
-            context.fleet.all_prefill_workers(num_tokens, avoid),
-        )
+        prefill = context.fleet.all_prefill_workers(num_tokens, avoid)
+        worker = context.policy.choose_decode(candidates, demand, prefill)
         if worker is None:
             return None
         session = self._sessions.get(worker.state.incarnation)
