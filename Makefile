@@ -4,7 +4,7 @@ BIN := .venv/bin
 ARGS ?=
 SETUP_ARGS ?=
 
-.PHONY: setup setup-test setup-clients serve test test-all bench bench-peers soak fmt check lock clean
+.PHONY: setup setup-test setup-clients serve test test-all bench bench-peers fuzz soak fmt check lock clean
 
 setup:
 	@command -v $(PYTHON) >/dev/null || { echo "setup: $(PYTHON) is not installed; on Debian: apt-get install python3 python3-venv" >&2; exit 2; }
@@ -21,6 +21,16 @@ setup-clients: .venv-clients/complete
 	@$(PYTHON) -m venv --clear .venv-clients
 	@.venv-clients/bin/pip install --quiet --no-input --require-hashes -r locks/clients.txt
 	@touch $@
+
+.venv-fuzz/complete: locks/fuzz.txt
+	@$(PYTHON) -m venv --clear .venv-fuzz
+	@.venv-fuzz/bin/pip install --quiet --no-input --require-hashes -r locks/fuzz.txt
+	@touch $@
+
+# A minute of coverage-guided fuzzing for each reader of foreign bytes.
+fuzz: .venv-fuzz/complete
+	.venv-fuzz/bin/python -m tests.faults.fuzz wire -max_total_time=60 $(ARGS)
+	.venv-fuzz/bin/python -m tests.faults.fuzz json -max_total_time=60 $(ARGS)
 
 serve: setup
 	@$(BIN)/tandem serve $(ARGS)
@@ -56,5 +66,5 @@ lock:
 	setup/lock.sh
 
 clean:
-	rm -rf .venv .venv-clients .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
+	rm -rf .venv .venv-clients .venv-fuzz .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

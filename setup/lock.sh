@@ -16,3 +16,4 @@ compile -o test.txt router.in worker.in torch-needs.in test.in
 compile -o worker.txt -c test.txt router.in worker.in torch-needs.in
 compile -o router.txt -c test.txt router.in
 compile -o clients.txt clients.in
+compile -o fuzz.txt -c test.txt fuzz.in
