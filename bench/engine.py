@@ -8,10 +8,10 @@ few runs, since other processes share the machine.
 
 import argparse
 import json
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -108,7 +108,7 @@ def measure(model: Path, codec: str, threads: int) -> list[Row]:
 
     bench.decode(1)
     rows = [row("prefill 512", 1, PROMPT_TOKENS, bench.prefill)]
-    return rows + [row("decode at 512", n, n, lambda n=n: bench.decode(n)) for n in BATCHES]
+    return rows + [row("decode at 512", n, n, partial(bench.decode, n)) for n in BATCHES]
 
 
 def main() -> None:
@@ -129,4 +129,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
