@@ -70,7 +70,7 @@ class IndexMachine(RuleBasedStateMachine):
 
 
 TestIndex = IndexMachine.TestCase
-TestIndex.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestIndex.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
 
 
 def test_the_longest_match_of_each_worker() -> None:
