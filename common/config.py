@@ -390,6 +390,18 @@ class QualityConfig:
     )
     windows: int = option("windows of 1,024 tokens, evenly over the text", default=24, metavar="N")
     long_windows: int = option("windows of 8,192 tokens, likewise", default=3, metavar="N")
+    tasks: str | None = option(
+        "file of prompts with right answers, one JSON object a line: "
+        '{"prompt", "choices", "answer": number of the right one} or {"prompt", "answer": text}',
+        default=None,
+        metavar="FILE",
+        shown="no tasks",
+    )
+    min_accuracy_kept: float = option(
+        "bound on the percentage of fp32's right answers, with --tasks",
+        default=99.5,
+        metavar="PERCENT",
+    )
     compare_offsets: bool = option("measure codecs without their offsets too", default=True)
     block_size: BlockSize = option("tokens per KV block", default=16)
     threads: int | None = option(

@@ -4,6 +4,7 @@ Windows of the text are computed chunk by chunk by one engine with fp32 pages an
 each codec; at every position their next-token distributions are compared. Perplexity is over the
 text's own tokens, `same top-1` is the share of positions with the same most likely token, KL is
 from fp32 to the codec. A second column of windows is long, since errors of K grow with distance.
+With `--tasks` the share of right answers is compared as well (`tasks.py`).
 """
 
 import json
@@ -19,6 +20,7 @@ from torch import Tensor
 from common.config import QualityConfig, available_cores
 from common.engine.calibrate import CHUNK_TOKENS, plans_of, read_tokens, spread
 from common.engine.runner import ModelRunner, load_runner
+from common.engine.tasks import Accuracy, accuracy_of, read_tasks
 from common.model_config import ModelConfig
 from common.pages import codec_named
 
@@ -80,13 +82,64 @@ def run(config: QualityConfig, report: Report) -> int:
         results += found
         for line in table_of(found):
             report(line)
+    accuracies = task_accuracies(config, threads) if config.tasks is not None else []
+    for line in accuracy_table(accuracies):
+        report(line)
     if config.json is not None:
-        text = json.dumps([asdict(result) for result in results], indent=1)
+        rows = [asdict(result) for result in results] + [asdict(a) for a in accuracies]
+        text = json.dumps(rows, indent=1)
         Path(config.json).write_text(text + "\n", encoding="utf-8")
-    misses = misses_of(config, results)
+    misses = misses_of(config, results) + accuracy_misses(config, accuracies)
     for miss in misses:
         report(f"MISSED: {miss}")
     return 1 if misses else 0
+
+
+def task_accuracies(config: QualityConfig, threads: int) -> list[Accuracy]:
+    """Of fp32 first, then of each candidate."""
+    assert config.tasks is not None
+    longest = ModelConfig.load(config.model).max_position_embeddings
+    tasks = read_tasks(config.model, config.tasks, longest)
+    num_blocks = -(-max(task.num_tokens for task in tasks) // config.block_size)
+    found = []
+    for candidate in (Candidate(codec="fp32"), *candidates_of(config)):
+        runner = load_runner(
+            config.model,
+            codec=candidate.codec,
+            block_size=config.block_size,
+            num_blocks=num_blocks,
+            num_exact=1,
+            num_threads=threads,
+            max_num_tokens=CHUNK_TOKENS,
+            is_calibrated=candidate.is_calibrated,
+        )
+        found.append(accuracy_of(candidate.name, runner, tasks, config.block_size))
+    return found
+
+
+def accuracy_table(accuracies: Sequence[Accuracy]) -> Iterator[str]:
+    if not accuracies:
+        return
+    width = max(len(result.name) for result in accuracies) + 2
+    yield f"{accuracies[0].num_tasks} tasks"
+    yield f"{'codec':{width}}{'right':>7}{'accuracy %':>12}{'of fp32 %':>11}"
+    for r in accuracies:
+        kept = f"{kept_of(r, accuracies[0]):>11.2f}"
+        yield f"{r.name:{width}}{r.num_right:>7}{r.share * 100:>12.2f}{kept}"
+
+
+def kept_of(result: Accuracy, fp32: Accuracy) -> float:
+    """Percent of fp32's accuracy; 100 where fp32 has none to keep."""
+    return 100.0 * result.num_right / fp32.num_right if fp32.num_right else 100.0
+
+
+def accuracy_misses(config: QualityConfig, accuracies: Sequence[Accuracy]) -> list[str]:
+    return [
+        f"{r.name} over {r.num_tasks} tasks: {kept_of(r, accuracies[0]):.2f} % of fp32's accuracy, "
+        f"bound {config.min_accuracy_kept:g} %"
+        for r in accuracies
+        if r.name == config.check and kept_of(r, accuracies[0]) < config.min_accuracy_kept
+    ]
 
 
 def windows_of(config: QualityConfig) -> list[tuple[int, int]]:

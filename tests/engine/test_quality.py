@@ -4,20 +4,24 @@
 
 import argparse
 import inspect
+import json
 import shutil
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import transformers
 
 from common.config import CalibrateConfig, QualityConfig
-from common.engine import calibrate, quality
+from common.engine import calibrate, quality, tasks
 from common.engine.offsets import load_means, means_hash, open_offsets, save_means
 from common.engine.rope import rope_tables
 from common.engine.runner import load_runner
-from common.errors import UnsupportedModel
+from common.engine.tasks import Accuracy, accuracy_of, read_tasks
+from common.errors import ConfigError, UnsupportedModel
 from common.model_config import ModelConfig
 from common.pages import NO_FINGERPRINT, OFFSETS_FILE
 from tests.engine.conftest import make_runner
@@ -170,3 +174,73 @@ def test_offsets_bring_a_biased_model_closer_to_fp32(tmp_path: Path) -> None:
     save_means(tmp_path, calibrate.measure(runner, windows), {})
     with_offsets = logits("fp8_e4m3")
     assert np.abs(with_offsets - exact).mean() < np.abs(without - exact).mean()
+
+
+# --- tasks ----------------------------------------------------------------------------------------
+
+TASKS = [
+    {"prompt": "The capital of France is", "choices": [" Paris", " a fish"], "answer": 0},
+    {"prompt": "One, two, three, four,", "choices": [" banana", " five"], "answer": 1},
+    {"prompt": "The capital of France is", "answer": " Paris"},
+    {"prompt": "The capital of France is", "answer": " Berlin"},
+]
+
+
+def written_tasks(folder: Path, tasks: list[Any]) -> str:
+    path = folder / "tasks.jsonl"
+    path.write_text("\n".join(json.dumps(task) for task in tasks) + "\n\n")
+    return str(path)
+
+
+def test_accuracy_on_tasks_is_that_of_transformers(demo_model: Path, tmp_path: Path) -> None:
+    """The likelihoods behind it too; the last task's answer is wrong, so that one in four is."""
+    path = written_tasks(tmp_path, TASKS)
+    found = read_tasks(demo_model, path, 8192)
+    reference = transformers.AutoModelForCausalLM.from_pretrained(demo_model, dtype=torch.float32)
+    runner = load_runner(demo_model, codec="fp32", num_blocks=8, num_exact=1)
+    for task in found:
+        for choice in task.choices:
+            tokens = torch.from_numpy(np.concatenate([task.prompt, choice])).long()
+            with torch.inference_mode():
+                logits = reference(tokens[None]).logits[0, len(task.prompt) - 1 : -1]
+            wanted = torch.log_softmax(logits, 1).gather(1, tokens[len(task.prompt) :, None])
+            score, is_greedy = tasks._score(runner, task.prompt, choice, 16)
+            assert score == pytest.approx(float(wanted.sum()), abs=1e-3)
+            assert is_greedy == bool((logits.argmax(1) == tokens[len(task.prompt) :]).all())
+    accuracy = accuracy_of("fp32", runner, found, 16)
+    assert (accuracy.num_right, accuracy.num_tasks) == (3, 4)
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        ("[]", "an object"),
+        ("{", "Expecting"),
+        ('{"prompt": "x"}', "a text"),
+        ('{"prompt": "x", "answer": 1}', "a text"),
+        ('{"prompt": "x", "choices": ["a"], "answer": 0}', "at least two"),
+        ('{"prompt": "x", "choices": ["a", "b"], "answer": 2}', "no choice 2"),
+        ('{"prompt": "x", "choices": ["a", "b"], "answer": "a"}', "number"),
+        ('{"prompt": "", "answer": "a"}', "no tokens"),
+        ('{"prompt": "x x x", "answer": "a"}', "the model takes 3"),
+    ],
+)
+def test_a_bad_task_is_named_by_its_line(
+    demo_model: Path, tmp_path: Path, line: str, why: str
+) -> None:
+    path = tmp_path / "tasks.jsonl"
+    path.write_text(f'{{"prompt": "x", "answer": "a"}}\n{line}\n')
+    with pytest.raises(ConfigError, match=f"line 2: .*{why}"):
+        read_tasks(demo_model, path, 3)
+
+
+def test_a_codec_that_loses_right_answers_is_a_miss(tiny: TinyModel) -> None:
+    config = QualityConfig(model=str(tiny.path), text="")
+    fp32 = Accuracy(name="fp32", num_right=400, num_tasks=500)
+    kept = Accuracy(name="fp8_e4m3", num_right=398, num_tasks=500)
+    lost = Accuracy(name="fp8_e4m3", num_right=397, num_tasks=500)
+    assert quality.accuracy_misses(config, [fp32, kept]) == []
+    assert len(quality.accuracy_misses(config, [fp32, lost])) == 1
+    assert list(quality.accuracy_table([fp32, lost]))[-1].split() == [
+        *("fp8_e4m3", "397", "79.40", "99.25"),
+    ]
