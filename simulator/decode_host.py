@@ -30,6 +30,7 @@ from common.scheduling.plan import PageKind
 from common.scheduling.step_time import StepShape, StepTimes
 from common.types import FinishReason, OutputKey, RequestId, Role, output_key
 from common.worker import HashRoots, Load
+from decode_worker.chunk_limit import ChunkLimit
 from decode_worker.entries import Entry, Facts, Output, State
 from decode_worker.pull import HANDOFF_WEIGHT, expected_pages
 from decode_worker.scheduler import BatchScheduler
@@ -61,13 +62,25 @@ Token = tuple[RequestId, int, FinishReason | None]
 Deliver = Callable[["DecodeHost", list[object]], None]
 
 
+class KnownLimit(ChunkLimit):
+    """With the step times that a worker would have measured long ago."""
+
+    def __init__(self, setup: WorkerSetup) -> None:
+        super().__init__(setup.layout.block_size, setup.chunk_tokens, is_auto=setup.is_chunk_auto)
+        self._known = setup.step_times
+
+    @property
+    def times(self) -> StepTimes | None:
+        return self._known
+
+
 class QuietScheduler(BatchScheduler):
     """The decode worker's scheduler, which can also take many steps at once. It knows its steps'
     times from the beginning; nothing is fitted, since nothing is measured.
     """
 
-    def know(self, times: StepTimes) -> None:
-        self._step_fit.times = times
+    def know(self, limit: "KnownLimit") -> None:
+        self._chunks = limit
 
     def num_quiet_steps(self) -> int:
         """How many steps from now on are one token for each running output and nothing else: none
@@ -75,7 +88,7 @@ class QuietScheduler(BatchScheduler):
         keeps waiting, since nothing is freed.
         """
         running = self._running.values()
-        has_more = self._drops or self._to_start or self._expired or len(self._queue)
+        has_more = self._drops or self._to_start or len(self._queue)
         if has_more or not running or self._in_flight is not None:
             return 0
         most = MAX_STRETCH
@@ -186,7 +199,7 @@ class DecodeHost(Host):
             is_colocated=setup.role is Role.COLOCATED,
             is_chunk_auto=setup.is_chunk_auto,
         )
-        self.scheduler.know(setup.step_times)
+        self.scheduler.know(KnownLimit(setup))
         self._zone = LandingZone(
             num_packed=setup.num_landing_packed, num_exact=setup.num_landing_exact
         )

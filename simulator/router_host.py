@@ -112,7 +112,7 @@ class RouterHost:
         if isinstance(host, DecodeHost):
             line = self._lines[host.address] = Line(host)
             self._dispatcher.session_opened(host.incarnation, line)
-            self._interleave.session_opened(host.incarnation, line.limit_chunks)
+            self._interleave.session_opened(host.state(), line.limit_chunks)
         elif isinstance(host, PrefillHost):
             self._prefill[host.address] = host
         self._see(host)
