@@ -4,7 +4,7 @@ BIN := .venv/bin
 ARGS ?=
 SETUP_ARGS ?=
 
-.PHONY: setup setup-test setup-clients serve test test-all bench bench-peers fuzz soak fmt check lock clean
+.PHONY: setup setup-test setup-clients serve test test-all bench bench-peers bench-table fuzz soak fmt check lock clean
 
 setup:
 	@command -v $(PYTHON) >/dev/null || { echo "setup: $(PYTHON) is not installed; on Debian: apt-get install python3 python3-venv" >&2; exit 2; }
@@ -46,6 +46,10 @@ bench: setup-test
 
 bench-peers: setup-test
 	$(BIN)/python -m bench.peers
+
+# The published comparison with legacy serving: published, simulated and measured side by side.
+bench-table: setup-test
+	$(BIN)/python -m bench.table $(ARGS)
 
 # Faults on real processes, and thousands of requests while workers are killed: half an hour or so.
 soak: setup-test

@@ -6,6 +6,7 @@ Exit code 1 when a bound is missed.
 import argparse
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,11 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from bench import handoff, interference, router, scheduler, serve
+from bench import handoff, interference, router, scheduler, serve, simulator_tables
 
 DEFAULT = ("serve", "handoff", "router", "scheduler")
-TARGETS = (*DEFAULT, "interference")
+CHECKED = ("scheduler", "interference", "plan-speed", "prediction", "grid")
+TARGETS = (*DEFAULT, *CHECKED[1:])
 
 
 def main() -> int:
@@ -33,9 +35,7 @@ def main() -> int:
     if options.json is not None:
         options.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     has_held = all(check["holds"] for check in results.get("handoff", []))
-    has_held &= all(
-        results[name]["holds"] for name in ("scheduler", "interference") if name in results
-    )
+    has_held &= all(results[name]["holds"] for name in CHECKED if name in results)
     return 0 if has_held else 1
 
 
@@ -175,7 +175,10 @@ def print_interference(console: Console) -> dict[str, Any]:
     return {**asdict(report), "holds": report.holds}
 
 
-PRINTERS = {
+PRINTERS: dict[str, Callable[[Console], Any]] = {
+    "plan-speed": simulator_tables.print_plan_speed,
+    "prediction": simulator_tables.print_prediction,
+    "grid": simulator_tables.print_grid,
     "serve": print_serve,
     "handoff": print_handoff,
     "router": print_router,
