@@ -1,10 +1,15 @@
 """Does the simulator predict a real fleet? Step times come from the workers themselves, after one
 workload; medians are compared on another one.
 
+    python -m bench prediction              the table
+    python -m bench.prediction FILE.json    only measures, and writes times for `tandem plan`
+
 Fitted on prompts of 32 to 1,024 tokens, one to eight at a time; predicted for 384 tokens in, 48
 out, six at a time. The demo model on this machine's CPU.
 """
 
+import argparse
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,19 +65,16 @@ class Row:
         return max(map(abs, self.errors)) <= BOUND
 
 
-def run(save_to: Path | None = None) -> list[Row]:
-    """`save_to`: also writes the colocated worker's step times there, for `tandem plan`."""
-    return [measure(name, arguments, save_to) for name, arguments in FLEETS.items()]
+def run() -> list[Row]:
+    return [measure(name, arguments) for name, arguments in FLEETS.items()]
 
 
-def measure(name: str, arguments: tuple[str, ...], save_to: Path | None) -> Row:
+def measure(name: str, arguments: tuple[str, ...]) -> Row:
     with serving(*arguments, "--kv-blocks", str(NUM_BLOCKS)) as served:
         fit_to(served)
         times = {role: times_of(served, role) for role in roles_of(served)}
         prompts = [random_prompt(PROMPT, 9000 + seed) for seed in range(NUM_REQUESTS)]
         seen, wall_s = run_load(served.url, served.model, prompts, OUTPUT, AT_ONCE)
-    if save_to is not None and Role.COLOCATED in times:
-        save(FittedCosts(times=times[Role.COLOCATED]), save_to)
     workers = [setup(Role(role), times[role]) for role in times]
     predicted = simulate(
         workers,
@@ -135,3 +137,17 @@ def setup(role: Role, times: StepTimes) -> WorkerSetup:
         num_landing_packed=landing.num_packed,
         num_landing_exact=landing.num_exact,
     )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench.prediction", allow_abbrev=False)
+    parser.add_argument("file", type=Path, help="where a colocated worker's step times are written")
+    options = parser.parse_args()
+    with serving(*FLEETS["1 colocated"], "--kv-blocks", str(NUM_BLOCKS)) as served:
+        fit_to(served)
+        save(FittedCosts(times=times_of(served, Role.COLOCATED)), options.file)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

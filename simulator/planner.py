@@ -19,6 +19,10 @@ TARGET_SHARE: Final = 0.9
 """A deployment keeps to the targets when so many of the requests do."""
 FINER_SHAPES: Final = 2
 """Shapes that the other chunk sizes and codecs are tried for."""
+HOPELESS_SHARE: Final = 0.5
+"""Of requests that meet the targets with all workers colocated: below that no other shape of as
+many workers is tried.
+"""
 WORKER_COUNTS: Final = (1, 2, 3, 4, 6, 8, 12, 16)
 _EQUAL: Final = 0.01
 """Goodputs that differ by less are equal: latency decides."""
@@ -100,18 +104,22 @@ class Planner:
         """The shapes of the smallest fleet that keeps to the targets; of the largest one tried when
         none does.
         """
-        rows: list[Row] = []
-        for num_workers in WORKER_COUNTS:
+        for num_workers in WORKER_COUNTS[:-1]:
+            colocated = next(iter(self._shapes(num_workers)))
+            if self._try(colocated).share_met < HOPELESS_SHARE:
+                continue
             rows = self._coarse(num_workers)
             if any(row.keeps_to_targets for row in rows):
-                break
-        return rows
+                return rows
+        return self._coarse(WORKER_COUNTS[-1])
 
     def _coarse(self, num_workers: int) -> list[Row]:
+        return [self._try(shape) for shape in self._shapes(num_workers)]
+
+    def _shapes(self, num_workers: int) -> Iterator[Deployment]:
+        """All colocated first."""
         chunk, codec = self._chunks[0], self._codecs[0]
-        return [
-            self._try(replace(shape, chunk=chunk, codec=codec)) for shape in shapes(num_workers)
-        ]
+        return (replace(shape, chunk=chunk, codec=codec) for shape in shapes(num_workers))
 
     def _finer(self, coarse: list[Row]) -> Plan:
         rows = list(coarse)
