@@ -1,15 +1,17 @@
-"""Tandem's routing against aggregated and against fixed disaggregated serving, over many loads.
+"""Tandem against aggregated and against fixed disaggregated serving, over many loads.
 
-Llama-3 8B on four H100 (simulated). Systems, on the same requests:
+Llama-3.1 70B on four times four A100 (simulated). Systems, on the same requests:
 
     aggregated        4 colocated workers, chunks of 512, least loaded
     disaggregated     xP + yD, every prompt at a prefill worker
-    Tandem            the same fleets, each prompt where its first token is expected first
+    Tandem            xP + yD or 4 colocated workers, each prompt where its first token is expected
+                      first, chunks as the ITL target allows
 
-Goodput counts requests whose first token comes within `ttft_target_s` (it grows with the prompt)
-and whose mean gap stays within `ITL_S`. Load 1 is what four workers could do at best, by their step
-times. A disaggregated fleet has the proportion that did best on a seed of its own, Tandem's
-likewise (all colocated is one of them): that is what `tandem plan` is for.
+Each of the last two has the fleet that did best with requests of another seed, as `tandem plan`
+would recommend: a prefill worker cannot decode, so no routing makes up for too many of them (the
+column "same fleet" shows by how much: mixed routing on the fixed system's own fleet). Goodput
+counts requests whose first token comes within `ttft_target_s` (it grows with the prompt) and whose
+mean gap stays within `ITL_S`. Load 1 is what four workers could do at best, by their step times.
 """
 
 import itertools
@@ -33,16 +35,24 @@ PROMPTS = (128, 512, 2048, 8192, 32768)
 OUTPUTS = (32, 256, 1024)
 LOADS = (0.3, 0.6, 0.9, 1.1)
 SEEDS = (1, 2, 3)
-PLANNING_SEED = 0
+PLANNING_SEED, PLANNING_SHARE = 0, 0.5
+"""So many of the requests are planned with."""
 NUM_DEVICES = 4
-MAX_NUM_SEQS = 32
-ITL_S = 0.05
+MAX_NUM_SEQS = 64
+ITL_S = 0.1
+TP = 4
+SIMULATED_S = 40.0
+"""Of arrivals, where that takes neither too few requests nor too many."""
 SPREAD = 0.5
 """Of lengths: sigma of their logarithm."""
+Policy = Callable[[], RoutingPolicy]
+MIXED: Policy = partial(Predicting, itl_target_s=ITL_S)
+ALWAYS_REMOTE: Policy = partial(Predicting, always_remote=True, itl_target_s=ITL_S)
 MEAN_BOUND, WORST_BOUND = 0.02, 0.05
 
 AGGREGATED = Deployment(colocated=NUM_DEVICES, chunk="512")
-SHAPES = tuple(Deployment(prefill=n, decode=NUM_DEVICES - n) for n in range(1, NUM_DEVICES))
+COLOCATED = Deployment(colocated=NUM_DEVICES)
+SPLIT = tuple(Deployment(prefill=n, decode=NUM_DEVICES - n) for n in range(1, NUM_DEVICES))
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,34 +63,17 @@ class Cell:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class System:
-    name: str
-    deployment: Deployment
-    is_mixed: bool
-
-
-AGGREGATED_SYSTEM = System(name="aggregated", deployment=AGGREGATED, is_mixed=False)
-FIXED = tuple(System(name="disaggregated", deployment=d, is_mixed=False) for d in SHAPES)
-TANDEM = tuple(
-    System(name="Tandem", deployment=d, is_mixed=True)
-    for d in (*SHAPES, Deployment(colocated=NUM_DEVICES))
-)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """Goodputs, requests per second, means over the seeds. Those by shape are of the planning
-    seed.
-    """
+    """Goodputs, requests per second, means over the seeds."""
 
     cell: Cell
     aggregated: float
     disaggregated: float
+    disaggregated_fleet: str
     tandem: float
-    disaggregated_shape: str
-    tandem_shape: str
-    tandem_by_shape: dict[str, float]
-    disaggregated_by_shape: dict[str, float]
+    tandem_fleet: str
+    same_fleet: float
+    """Mixed routing on the fleet of the disaggregated system."""
 
     @property
     def best_other(self) -> float:
@@ -102,35 +95,35 @@ def run(chosen: list[Cell] | None = None) -> list[Row]:
 
 
 def row_of(cell: Cell) -> Row:
-    def planned(systems: tuple[System, ...]) -> tuple[System, dict[str, float]]:
-        tried = {system: goodput(cell, system, PLANNING_SEED) for system in systems}
-        by_shape = {system.deployment.shape: value for system, value in tried.items()}
-        return max(systems, key=lambda system: tried[system]), by_shape
+    def planned(fleets: tuple[Deployment, ...], policy: Policy) -> Deployment:
+        return max(
+            fleets,
+            key=lambda fleet: goodput(cell, fleet, policy, PLANNING_SEED, PLANNING_SHARE),
+        )
 
-    def found(system: System) -> float:
-        return mean(goodput(cell, system, seed) for seed in SEEDS)
+    @cache
+    def found(fleet: Deployment, policy: Policy) -> float:
+        return mean(goodput(cell, fleet, policy, seed) for seed in SEEDS)
 
-    fixed, fixed_by_shape = planned(FIXED)
-    tandem, tandem_by_shape = planned(TANDEM)
+    fixed = planned(SPLIT, ALWAYS_REMOTE)
+    tandem = planned((COLOCATED, *SPLIT), MIXED)
     return Row(
         cell=cell,
-        aggregated=found(AGGREGATED_SYSTEM),
-        disaggregated=found(fixed),
-        tandem=found(tandem),
-        disaggregated_shape=fixed.deployment.shape,
-        tandem_shape=tandem.deployment.shape,
-        tandem_by_shape=tandem_by_shape,
-        disaggregated_by_shape=fixed_by_shape,
+        aggregated=found(AGGREGATED, LeastLoaded),
+        disaggregated=found(fixed, ALWAYS_REMOTE),
+        disaggregated_fleet=fixed.shape,
+        tandem=found(tandem, MIXED),
+        tandem_fleet=tandem.shape,
+        same_fleet=found(fixed, MIXED),
     )
 
 
-def goodput(cell: Cell, system: System, seed: int) -> float:
-    policy: Callable[[], RoutingPolicy] = LeastLoaded
-    if system is not AGGREGATED_SYSTEM:
-        policy = partial(Predicting, always_remote=not system.is_mixed, itl_target_s=ITL_S)
-    outcome = simulate(
-        workers_of(system.deployment), load_of(cell, seed), policy=policy, itl_target_s=ITL_S
-    )
+def goodput(
+    cell: Cell, deployment: Deployment, policy: Policy, seed: int, share: float = 1.0
+) -> float:
+    workload = load_of(cell, seed, share)
+
+    outcome = simulate(workers_of(deployment), workload, policy=policy, itl_target_s=ITL_S)
     num_good = sum(
         record.meets(ttft_target_s(record.prompt_tokens), ITL_S) for record in outcome.records
     )
@@ -141,9 +134,9 @@ def goodput(cell: Cell, system: System, seed: int) -> float:
 @cache
 def site() -> GpuSite:
     return GpuSite(
-        model=model_named("llama-3.1-8b"),
-        gpu=gpu_named("h100"),
-        tp=1,
+        model=model_named("llama-3.1-70b"),
+        gpu=gpu_named("a100"),
+        tp=TP,
         memory_utilization=0.9,
         max_num_seqs=MAX_NUM_SEQS,
         compute_efficiency=COMPUTE_EFFICIENCY,
@@ -156,9 +149,9 @@ def workers_of(deployment: Deployment) -> list[WorkerSetup]:
     return site().workers(deployment)
 
 
-def load_of(cell: Cell, seed: int) -> Workload:
+def load_of(cell: Cell, seed: int, share: float = 1.0) -> Workload:
     return poisson(
-        num_requests=num_requests(cell),
+        num_requests=max(60, round(share * num_requests(cell))),
         rate=cell.load * capacity(cell),
         prompt=lognormal(cell.prompt, SPREAD, 4 * cell.prompt),
         output=lognormal(cell.output, SPREAD, 4 * cell.output),
@@ -167,8 +160,8 @@ def load_of(cell: Cell, seed: int) -> Workload:
 
 
 def num_requests(cell: Cell) -> int:
-    """Enough for queues to build up, fewer where each takes long to simulate."""
-    return max(80, min(240, 600_000 // (cell.prompt + 2 * cell.output)))
+    """Enough for queues to build up."""
+    return max(100, min(600, round(cell.load * capacity(cell) * SIMULATED_S)))
 
 
 @cache
@@ -189,19 +182,23 @@ def ttft_target_s(prompt_tokens: int) -> float:
 
 
 @cache
-def capacity(cell: Cell) -> float:
-    """Requests per second of all workers, each with the largest batch that its pages and the ITL
-    target allow, half of the target left to prompts.
+def decode_s(prompt: int, output: int) -> float:
+    """A worker's time for a whole answer, in the largest batch that its pages and half of the ITL
+    target allow; the other half is left to prompts.
     """
     worker = workers_of(AGGREGATED)[0]
-    context = cell.prompt + cell.output // 2
-    batch, step_s = 1, 0.0
-    for count in range(1, worker.max_num_seqs + 1):
-        shape = StepShape(num_decodes=count, num_context_tokens=count * context)
-        fits = count * (cell.prompt + cell.output) <= worker.num_packed * worker.layout.block_size
-        if not fits or worker.costs.step_s(shape) > ITL_S / 2:
+    context = prompt + output // 2
+    best_s = worker.costs.step_s(StepShape(num_decodes=1, num_context_tokens=context))
+    for batch in range(2, worker.max_num_seqs + 1):
+        shape = StepShape(num_decodes=batch, num_context_tokens=batch * context)
+        fits = batch * (prompt + output) <= worker.num_packed * worker.layout.block_size
+        step_s = worker.costs.step_s(shape)
+        if not fits or step_s > ITL_S / 2:
             break
-        batch, step_s = count, worker.costs.step_s(shape)
-    step_s = step_s or worker.costs.step_s(StepShape(num_decodes=1, num_context_tokens=context))
-    # a prompt's chunks ride on decode steps: what they add is their own work
-    return NUM_DEVICES / (prefill_s(cell.prompt) + cell.output * step_s / batch)
+        best_s = step_s / batch
+    return output * best_s
+
+
+def capacity(cell: Cell) -> float:
+    """Requests per second of all workers."""
+    return NUM_DEVICES / (prefill_s(cell.prompt) + decode_s(cell.prompt, cell.output))

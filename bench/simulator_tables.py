@@ -65,8 +65,8 @@ def print_grid(console: Console) -> dict[str, Any]:
     table = Table(
         title=f"goodput, requests/s on {grid.NUM_DEVICES} devices; ITL {1000 * grid.ITL_S:.0f} ms"
     )
-    names = ("prompt", "output", "load", "aggregated", "disaggregated", "Tandem", "loss %")
-    for name in names:
+    names = ("prompt", "output", "load", "aggregated", "disaggregated", "same fleet", "Tandem")
+    for name in (*names, "loss %"):
         table.add_column(name, justify="right", no_wrap=True)
     rows = grid.run()
     for row in rows:
@@ -75,9 +75,10 @@ def print_grid(console: Console) -> dict[str, Any]:
             str(cell.prompt),
             str(cell.output),
             f"{cell.load:g}",
-            f"{row.aggregated:.3g}",
-            f"{row.disaggregated:.3g} ({row.disaggregated_shape})",
-            f"{row.tandem:.3g} ({row.tandem_shape})",
+            f"{row.aggregated:.4g}",
+            f"{row.disaggregated:.4g} ({row.disaggregated_fleet})",
+            f"{row.same_fleet:.4g}",
+            f"{row.tandem:.4g} ({row.tandem_fleet})",
             f"{100 * row.loss:+.1f}",
         )
     console.print(table)

@@ -16,6 +16,7 @@ from bench.table import (
     simulated,
     waste,
 )
+from router.routing import LeastLoaded
 
 
 def test_both_rows_have_the_same_kv_memory() -> None:
@@ -70,5 +71,10 @@ def test_the_grid_has_every_cell_and_its_loads_are_shares_of_what_workers_can_do
 def test_so_little_load_is_no_matter_to_any_system() -> None:
     few = grid.Cell(128, 32, 0.3)
     offered = few.load * grid.capacity(few)
-    for system in (grid.AGGREGATED_SYSTEM, grid.FIXED[0], grid.TANDEM[0]):
-        assert grid.goodput(few, system, seed=1) == pytest.approx(offered, rel=0.2)
+    for deployment, policy in (
+        (grid.AGGREGATED, LeastLoaded),
+        (grid.SPLIT[0], grid.ALWAYS_REMOTE),
+        (grid.COLOCATED, grid.MIXED),
+    ):
+        found = grid.goodput(few, deployment, policy, seed=1, share=0.2)
+        assert found == pytest.approx(offered, rel=0.3)
