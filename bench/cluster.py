@@ -31,6 +31,8 @@ class Cluster:
     addresses: dict[str, str]
     everywhere: tuple[str, ...] = ()
     """Options of the router and of every worker."""
+    program: tuple[str, ...] = ("tandem",)
+    """The module that workers run, and what stands before its options."""
     processes: dict[str, "subprocess.Popen[bytes]"] = field(default_factory=dict)
     url: str = ""
 
@@ -39,6 +41,7 @@ class Cluster:
         command = {"p": ("prefill",), "d": ("decode",), "c": ("decode", "--colocated")}[name[0]]
         self._run(
             name,
+            *self.program,
             *command,
             *("--model", str(self.model), "--listen", self.addresses[name]),
             *("--metrics", f"127.0.0.1:{free_port()}", "--threads", "1", *self.options),
@@ -56,7 +59,16 @@ class Cluster:
             prefill += ["--prefill", by_role["prefill"]]
         self._run(
             "router",
-            *("router", "--model", str(self.model), "--http", http, "--decode", by_role["decode"]),
+            *(
+                "tandem",
+                "router",
+                "--model",
+                str(self.model),
+                "--http",
+                http,
+                "--decode",
+                by_role["decode"],
+            ),
             *("--metrics", f"127.0.0.1:{free_port()}", *prefill),
         )
 
@@ -64,7 +76,7 @@ class Cluster:
         log = (self.directory / f"{name}.log").open("ab")
         with log:
             self.processes[name] = subprocess.Popen(
-                [sys.executable, "-m", "tandem", *arguments, *self.everywhere],
+                [sys.executable, "-m", *arguments, *self.everywhere],
                 stdout=log,
                 stderr=log,
                 env={**os.environ, "OMP_NUM_THREADS": "1", **self.environment},
@@ -110,6 +122,7 @@ def cluster(
     *names: str,
     options: tuple[str, ...] = (),
     everywhere: tuple[str, ...] = (),
+    program: tuple[str, ...] = ("tandem",),
     **environment: str,
 ) -> Iterator[Cluster]:
     """Starts the named workers and a router; waits until all are in the fleet."""
@@ -120,6 +133,7 @@ def cluster(
         environment=environment,
         addresses={name: f"127.0.0.1:{free_port()}" for name in names},
         everywhere=everywhere,
+        program=program,
     )
     try:
         made.start_router()

@@ -126,12 +126,20 @@ class GrpcStream:
             raise WorkerLost(f"the stream to {self._address} has ended") from None
         except grpc.aio.AioRpcError as error:
             raise _translated(error, self._address) from None
+        except asyncio.CancelledError:
+            if _is_task_cancelled():
+                raise
+            raise WorkerLost(f"the stream to {self._address} was cancelled") from None
 
     async def receive(self) -> object | None:
         try:
             message = await self._call.read()
         except grpc.aio.AioRpcError as error:
             raise _translated(error, self._address) from None
+        except asyncio.CancelledError:
+            if _is_task_cancelled():
+                raise
+            raise WorkerLost(f"the stream to {self._address} was cancelled") from None
         if message is grpc.aio.EOF:
             # the status, and with it a typed error, arrives only after the last message
             code = await self._call.code()
@@ -153,6 +161,14 @@ class GrpcStream:
 
     def cancel(self) -> None:
         self._call.cancel()
+
+
+def _is_task_cancelled() -> bool:
+    """grpc speaks alike of a cancelled task and of a call that was cancelled under a task (by
+    `cancel`, or with its channel). The latter must not end the task without a word.
+    """
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
 
 
 class Credentials(Protocol):
