@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 import grpc
 import grpc.aio
+from anyio.lowlevel import checkpoint_if_cancelled
 
 from common.errors import (
     ConfigError,
@@ -127,8 +128,7 @@ class GrpcStream:
         except grpc.aio.AioRpcError as error:
             raise _translated(error, self._address) from None
         except asyncio.CancelledError:
-            if _is_task_cancelled():
-                raise
+            await _raise_if_cancelled()
             raise WorkerLost(f"the stream to {self._address} was cancelled") from None
 
     async def receive(self) -> object | None:
@@ -137,8 +137,7 @@ class GrpcStream:
         except grpc.aio.AioRpcError as error:
             raise _translated(error, self._address) from None
         except asyncio.CancelledError:
-            if _is_task_cancelled():
-                raise
+            await _raise_if_cancelled()
             raise WorkerLost(f"the stream to {self._address} was cancelled") from None
         if message is grpc.aio.EOF:
             # the status, and with it a typed error, arrives only after the last message
@@ -163,12 +162,16 @@ class GrpcStream:
         self._call.cancel()
 
 
-def _is_task_cancelled() -> bool:
-    """grpc speaks alike of a cancelled task and of a call that was cancelled under a task (by
-    `cancel`, or with its channel). The latter must not end the task without a word.
+async def _raise_if_cancelled() -> None:
+    """For a CancelledError that came out of grpc. It speaks alike of a cancelled task and of a call
+    that was cancelled under a task (by `cancel`, or with its channel); the latter must not end the
+    task without a word. And its errors lack the mark by which anyio's scopes know their own: those
+    would pass through `move_on_after` and the like, so they are raised anew.
     """
     task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0
+    if task is not None and task.cancelling():
+        await checkpoint_if_cancelled()
+        raise asyncio.CancelledError
 
 
 class Credentials(Protocol):
@@ -239,6 +242,9 @@ class _ServerStream:
             OSError,
         ) as error:
             raise WorkerLost(f"the caller is gone: {type(error).__name__}") from None
+        except asyncio.CancelledError:
+            await _raise_if_cancelled()
+            raise
 
     async def receive(self) -> object | None:
         try:
@@ -247,6 +253,9 @@ class _ServerStream:
             return None
         except (grpc.aio.AioRpcError, grpc.aio.BaseError, asyncio.InvalidStateError) as error:
             raise WorkerLost(f"the caller is gone: {type(error).__name__}") from None
+        except asyncio.CancelledError:
+            await _raise_if_cancelled()
+            raise
         if isinstance(message, MalformedMessage):
             raise message
         return message

@@ -1,6 +1,7 @@
 """Streams over real gRPC: a call that ends under a task is an error for it, never a silent end."""
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable
 
 import anyio
@@ -53,7 +54,9 @@ def test_a_call_that_is_cancelled_under_a_task_is_a_lost_worker(how: str) -> Non
     with_peer(work)
 
 
-def test_a_task_that_is_cancelled_is_cancelled() -> None:
+def test_scopes_around_a_stream_end_where_they_should() -> None:
+    """Deadlines and cancellation of the task, not of the call."""
+
     async def work(peer: Peer) -> None:
         stream = await begun(peer)
         with anyio.move_on_after(0.05) as scope:
@@ -61,6 +64,8 @@ def test_a_task_that_is_cancelled_is_cancelled() -> None:
         assert scope.cancelled_caught
         with pytest.raises(WorkerLost):
             await stream.receive()  # grpc ends the call with the wait
+        with pytest.raises(TimeoutError), anyio.fail_after(0.05):
+            await (await begun(peer)).receive()
         waiting = asyncio.create_task((await begun(peer)).receive())
         await asyncio.sleep(0)
         waiting.cancel()
@@ -69,3 +74,29 @@ def test_a_task_that_is_cancelled_is_cancelled() -> None:
         await peer.close()
 
     with_peer(work)
+
+
+def test_scopes_around_the_server_end_too() -> None:
+    caught: list[bool] = []
+    ended = asyncio.Event()
+
+    async def impatient(stream: Stream) -> None:
+        with anyio.move_on_after(0.05) as scope:
+            await stream.receive()
+        caught.append(scope.cancelled_caught)
+        ended.set()
+
+    async def main() -> None:
+        server = await serve("127.0.0.1:0", {"Impatient": impatient})
+        peer = connect(f"127.0.0.1:{server.port}")
+        stream = peer.open("Impatient")
+        async with asyncio.timeout(20):
+            waiting = asyncio.create_task(stream.receive())
+            await ended.wait()
+            with contextlib.suppress(WorkerLost):
+                await waiting
+        await peer.close()
+        await server.stop(0)
+
+    asyncio.run(main())
+    assert caught == [True]
