@@ -67,7 +67,7 @@ def _link(parent: bytes, tokens: bytes) -> bytes:
 
 
 def block_hashes(root: bytes, block_size: int, token_ids: bytes) -> Iterator[bytes]:
-    """The names of a prompt's full blocks, each made when it is asked for; `token_ids` are int32."""
+    """Names of a prompt's full blocks, each made when it is asked for; `token_ids` are int32."""
     size = block_size * 4
     parent = root
     for start in range(0, len(token_ids) - size + 1, size):
