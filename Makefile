@@ -55,6 +55,7 @@ bench-table: setup-test
 soak: setup-test
 	$(BIN)/python -m tests.faults.cells
 	$(BIN)/python -m pytest tests/faults tests/system/test_faults.py
+	$(BIN)/python -m tests.faults.real_matrix
 	$(BIN)/python -m bench.soak $(ARGS)
 
 fmt: setup-test
