@@ -100,11 +100,12 @@ class KeyRing:
         except ConfigError as error:
             log.error("API keys stay as they were: %s", error)
             return
-        known = {key.digest: key for key in self._keys}
+        # requests under way give back to the object they took from, so it stays
+        known = {key.digest: key for key in self._keys[self._num_fixed :]}
         for key in keys:
-            if key.digest in known:
-                key.num_outputs = known[key.digest].num_outputs
-        self._keys[self._num_fixed :] = keys
+            kept = known.setdefault(key.digest, key)
+            kept.name, kept.max_outputs = key.name, key.max_outputs
+        self._keys[self._num_fixed :] = [known[key.digest] for key in keys]
         log.info("%d API keys read from %s", len(keys), self._path)
 
 

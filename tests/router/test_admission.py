@@ -110,6 +110,24 @@ def test_limits_count_what_is_under_way(key_file: Path) -> None:
     free.take(10_000)
 
 
+def test_a_new_key_file_keeps_count_of_what_is_under_way(key_file: Path) -> None:
+    ring = KeyRing.open(key_file, "")
+    before = ring.check(bearer("beta"))
+    assert before is not None
+    before.take(2)
+    key_file.write_text("beta max_outputs=3 name=bob\nomega\n")
+    key = ring.check(bearer("beta"))
+    assert key is not None
+    assert (key.name, key.num_outputs) == ("bob", 2)
+    key.take(1)  # the new limit holds
+    with pytest.raises(Overloaded):
+        key.take(1)
+    before.give_back(2)
+    key.give_back(1)
+    assert key.num_outputs == 0
+    key.take(4)
+
+
 def test_key_files_that_are_wrong(tmp_path: Path) -> None:
     with pytest.raises(ConfigError):
         KeyRing.open(tmp_path / "missing", "")
