@@ -415,6 +415,7 @@ class QualityConfig:
         check_directory("model", self.model)
         check_at_least("windows", self.windows, 1)
         check_at_least("long_windows", self.long_windows, 0)
+        check_folder_of("json", self.json)
         check_at_least("threads", self.threads, 1)
         for codec in self.codecs:
             if codec not in get_args(KvCodec):
@@ -507,6 +508,8 @@ class PlanConfig:
     )
 
     def __post_init__(self) -> None:
+        check_folder_of("json", self.json)
+        check_folder_of("plot", self.plot)
         for name in ("tp", "prompt_tokens", "output_tokens", "max_num_seqs"):
             check_at_least(name, getattr(self, name), 1)
         for name in ("requests", "gpus"):
@@ -813,6 +816,13 @@ def check_plaintext(name: str, address: str, config: RouterConfig | WorkerConfig
 def check_not_empty(name: str, text: str | None) -> None:
     if text is not None and not text.strip():
         raise ConfigError(f"{flag(name)} is empty")
+
+
+def check_folder_of(name: str, path: str | None) -> None:
+    """Of a file that is written at the end of long work."""
+    folder = None if path is None else Path(path).absolute().parent
+    if folder is not None and not folder.is_dir():
+        raise ConfigError(f"{flag(name)} {path}: there is no directory {folder}")
 
 
 def check_directory(name: str, directory: str) -> None:

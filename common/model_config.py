@@ -207,6 +207,10 @@ def _eos_token_ids(*sources: Mapping[str, Any]) -> tuple[int, ...]:
     ids: set[int] = set()
     for source in sources:
         value = source.get("eos_token_id")
-        if value is not None:
-            ids.update(value if isinstance(value, list) else [value])
+        if value is None:
+            continue
+        for item in value if isinstance(value, list) else [value]:
+            if isinstance(item, bool) or not isinstance(item, int):
+                raise UnsupportedModel(f"eos_token_id holds {item!r}, which is no token id")
+            ids.add(item)
     return tuple(sorted(ids))

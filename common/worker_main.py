@@ -22,7 +22,7 @@ from common.engine.device_thread import DeviceThread
 from common.engine.runner import ModelRunner
 from common.engine.start import EngineDevice, Sizes, open_runner, plan_memory
 from common.engine.weights import model_fingerprint
-from common.errors import ConfigError, InternalError, TandemError
+from common.errors import ConfigError, InternalError, TandemError, UnsupportedModel
 from common.events import EventLog, open_events
 from common.internal_tls import InternalTls
 from common.model_config import ModelConfig
@@ -82,7 +82,7 @@ def run_worker(config: WorkerConfig, assemble: Assemble) -> int:
         anyio.run(_run, config, assemble, backend_options={"use_uvloop": True})
     except BaseExceptionGroup as group:
         return _explain(_leaves(group))
-    except ConfigError as error:
+    except (ConfigError, UnsupportedModel) as error:
         log.error("%s", error)
         return 2
     except TandemError as error:
@@ -192,7 +192,8 @@ def _explain(errors: list[BaseException]) -> int:
     for error in errors:
         expected = isinstance(error, TandemError)
         log.error("%s", error, exc_info=None if expected else error)
-    return 2 if all(isinstance(error, ConfigError) for error in errors) else 1
+    kinds = (ConfigError, UnsupportedModel)
+    return 2 if all(isinstance(error, kinds) for error in errors) else 1
 
 
 def _leaves(group: BaseExceptionGroup[BaseException]) -> list[BaseException]:

@@ -88,7 +88,11 @@ def load_chat_template(directory: Path, override: Path | None = None) -> ChatTem
     found = _read_json(directory / "chat_template.json").get("chat_template")
     found = config.get("chat_template") if found is None else found
     if isinstance(found, list):
-        named = {t["name"]: t["template"] for t in found}
+        named = {}
+        for entry in found:
+            if not isinstance(entry, dict) or not {"name", "template"} <= entry.keys():
+                raise ConfigError("chat_template: an entry of the list has no name and template")
+            named[entry["name"]] = entry["template"]
         if "default" not in named:
             return ChatTemplate(
                 None,
@@ -97,6 +101,8 @@ def load_chat_template(directory: Path, override: Path | None = None) -> ChatTem
                 f"{', '.join(sorted(named))} but none named default",
             )
         found = named["default"]
+    if found is not None and not isinstance(found, str):
+        raise ConfigError(f"chat_template is no text but {type(found).__name__}")
     return ChatTemplate(found, special_tokens=special_tokens)
 
 

@@ -174,14 +174,15 @@ def advice(plan: Plan, config: PlanConfig) -> list[str]:
             f" {best.deployment.shape} with {best.share_met:.0%}. Give more --gpus or relax them."
         ]
     deployment = chosen.deployment
-    flags = (
-        f"--prefill {deployment.prefill} --decode {deployment.decode}"
-        f" --colocated {deployment.colocated}"
-    )
-    line = (
-        f"Recommended: {deployment.shape} ({chosen.num_gpus} GPUs), --chunk-tokens"
-        f" {deployment.chunk} --kv-codec {deployment.codec}; on one machine: tandem serve {flags}"
-    )
+    options = f"--chunk-tokens {deployment.chunk} --kv-codec {deployment.codec}"
+    line = f"Recommended: {deployment.shape} ({chosen.num_gpus} GPUs), {options}"
+    if config.tp == 1:
+        line += (
+            f"; on one machine: tandem serve --prefill {deployment.prefill} --decode"
+            f" {deployment.decode} --colocated {deployment.colocated} {options}"
+        )
+    else:
+        line += "; the simulator knows tensor parallelism, workers do not have it yet"
     if plan.rows and any(row.num_failed for row in plan.rows):
         line += "\nSome deployments refused requests (they count as not met)."
     return [line]

@@ -13,6 +13,7 @@ from common.config import (
     RouterConfig,
     ServeConfig,
     WorkerConfig,
+    build,
     command_line_parser,
     default_text,
     flag,
@@ -232,3 +233,17 @@ def test_the_readme_names_every_option_of_serve() -> None:
     readme = (Path(__file__).resolve().parent.parent / "README.md").read_text(encoding="utf-8")
     missing = [flag(name) for name in option_fields("serve") if f"`{flag(name)}" not in readme]
     assert missing == []
+
+
+@pytest.mark.parametrize(
+    ("command", "name"), [("plan", "json"), ("plan", "plot"), ("quality", "json")]
+)
+def test_a_file_for_results_needs_its_folder_before_the_work_begins(
+    tmp_path: Path, command: str, name: str
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    given = {name: str(tmp_path / "nowhere" / "x"), "model": str(tmp_path)}
+    if command == "quality":
+        given["text"] = "x"
+    with pytest.raises(ConfigError, match=f"--{name} .*there is no directory"):
+        build(command, given)

@@ -9,7 +9,8 @@ import anyio
 import pytest
 from transformers import AutoTokenizer
 
-from common.errors import ContextLengthExceeded, InvalidRequest, UnsupportedParameter
+from common.errors import ConfigError, ContextLengthExceeded, InvalidRequest, UnsupportedParameter
+from router.chat_template import load_chat_template
 from router.messages import normalized_messages
 from router.tokenizer import Tokenizer, load_tokenizer
 from tests.router.kits import K1, K2, USER
@@ -248,3 +249,15 @@ def test_b138_a_text_that_cannot_fit_is_refused_by_its_size(tokenizer: Tokenizer
             await tokenizer.encode_chat([{"role": "user", "content": "x" * 10_000_000}], 8192)
 
     anyio.run(run)
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [([{"name": "default"}], "no name and template"), ([1], "no name"), ({"a": 1}, "no text")],
+)
+def test_a_chat_template_that_is_none_is_said_at_start(
+    tmp_path: Path, given: Any, why: str
+) -> None:
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": given}))
+    with pytest.raises(ConfigError, match=why):
+        load_chat_template(tmp_path)
