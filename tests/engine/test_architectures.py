@@ -147,7 +147,8 @@ def test_end_of_text_ids_are_the_union(tiny: TinyModel) -> None:
     config = json.loads((tiny.path / "config.json").read_text()) | {"eos_token_id": 5}
     assert ModelConfig.parse(config, {"eos_token_id": [7, 5]}).eos_token_ids == (5, 7)
     assert ModelConfig.parse(config | {"eos_token_id": None}, {}).eos_token_ids == ()
-    for wrong in ("2", [2, "3"], True, {}):
+    wrong_ids: list[Any] = ["2", [2, "3"], True, {}]
+    for wrong in wrong_ids:
         with pytest.raises(UnsupportedModel, match="no token id"):
             ModelConfig.parse(config, {"eos_token_id": wrong})
 
