@@ -2,10 +2,12 @@
 
 Tensors are those of Triton's vLLM backend: `text_input` (texts), `stream`, `sampling_parameters`
 (JSON). Any other input of one element, and any parameter of the request, is a field of a completion
-too. Answers are `text_output`, and `finish_reason` and `num_output_tokens` beside it.
+too. Answers are `text_output`, and `finish_reason` and `num_output_tokens` beside it, or those of
+them that were asked for. What no answer has room for (log-probabilities, say) is refused.
 """
 
 import json
+import math
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -30,6 +32,8 @@ OUTPUTS = (
     ("num_output_tokens", "INT32", [-1]),
 )
 MAX_TEXTS = 1024
+"""Elements of an input."""
+_MAX_DIMENSIONS = 16
 _FORMATS = {
     "BOOL": "?",
     "INT8": "b",
@@ -45,16 +49,54 @@ _FORMATS = {
 }
 _NOT_FIELDS = ("triton_enable_empty_final_response", "binary_data_output", "binary_data_size")
 _IGNORED_INPUTS = ("exclude_input_in_output",)
+_UNANSWERED: dict[str, tuple[Any, ...]] = {
+    "logprobs": (),
+    "prompt_logprobs": (),
+    "return_token_ids": (False,),
+    "stream_options": (),
+}
+_SCALARS = frozenset(
+    [
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "presence_penalty",
+        "frequency_penalty",
+        "repetition_penalty",
+        "max_tokens",
+        "min_tokens",
+        "n",
+        "best_of",
+        "seed",
+        "priority",
+        "length_penalty",
+        "typical_p",
+        "logprobs",
+        "prompt_logprobs",
+        "stream",
+        "echo",
+        "ignore_eos",
+        "include_stop_str_in_output",
+        "return_token_ids",
+        "skip_special_tokens",
+        "spaces_between_special_tokens",
+        "guided_json_object",
+        "early_stopping",
+        "use_beam_search",
+        "store",
+    ]
+)
+"""Fields that are numbers or truth values: those may be written as texts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tensor:
-    """Values are flat; texts are bytes or str."""
+    """Values are flat, and what the datatype says; texts are str."""
 
     name: str
     datatype: str
-    shape: list[int]
-    values: Sequence[Any]
+    values: list[Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,23 +123,26 @@ class Answer:
             num_tokens=[len(piece.token_ids) for piece in pieces],
         )
 
+    def columns(self, wanted: Sequence[str]) -> list[tuple[str, str, list[Any]]]:
+        """Name, datatype and values of the outputs that are wanted."""
+        values: tuple[list[Any], ...] = (self.texts, self.finish_reasons, self.num_tokens)
+        found = zip(OUTPUTS, values, strict=True)
+        return [(name, kind, column) for (name, kind, _), column in found if name in wanted]
+
 
 async def read_infer(
     service: TextService, tensors: Sequence[Tensor], parameters: dict[str, Any]
 ) -> InferCall:
     """Raises InvalidRequest."""
-    by_name = {tensor.name: tensor for tensor in tensors}
+    by_name: dict[str, Tensor] = {}
+    for tensor in tensors:
+        _add(by_name, tensor.name, tensor)
     text_input = by_name.pop("text_input", None)
     if text_input is None or not text_input.values:
         raise InvalidRequest("the input text_input is required", param="text_input")
-    if text_input.datatype != "BYTES" or len(text_input.values) > MAX_TEXTS:
-        raise InvalidRequest(
-            f"text_input must be 1 to {MAX_TEXTS} texts of datatype BYTES", param="text_input"
-        )
+    if text_input.datatype != "BYTES":
+        raise InvalidRequest("text_input must be of datatype BYTES", param="text_input")
     given = {name: v for name, v in parameters.items() if name not in _NOT_FIELDS}
-    sampling = by_name.pop("sampling_parameters", None)
-    if sampling is not None and sampling.values and _text(sampling.values[0]):
-        given |= parse_json_object(_text(sampling.values[0]).encode())
     for tensor in by_name.values():
         if tensor.name in _IGNORED_INPUTS:
             continue
@@ -105,16 +150,44 @@ async def read_infer(
             raise InvalidRequest(
                 f"the input {shortened(tensor.name)} must have one element", param=tensor.name[:64]
             )
-        value = tensor.values[0]
-        given[tensor.name] = _text(value) if tensor.datatype == "BYTES" else value
+        (value,) = tensor.values
+        if tensor.name != "sampling_parameters":
+            _add(given, tensor.name, value)
+        elif tensor.datatype != "BYTES":
+            raise InvalidRequest(
+                "sampling_parameters must be of datatype BYTES", param="sampling_parameters"
+            )
+        elif value:
+            for name, inner in parse_json_object(value.encode()).items():
+                _add(given, name, inner)
     # the backend's own examples write numbers as texts
-    values = {name: _number(v) for name, v in given.items()} | {"return_token_ids": True}
-    fields = Fields(values)
+    values = {name: _scalar(v) if name in _SCALARS else v for name, v in given.items()}
+    refuse_unanswered(Fields(values))
+    fields = Fields(values | {"return_token_ids": True})
     options = read_completion_options(fields, service.vocabulary)
     fields.finish()
-    prompts = [await service.encode_text(_text(value)) for value in text_input.values]
+    prompts = [await service.encode_text(text) for text in text_input.values]
     await service.check(options, prompts)
     return InferCall(prompts=prompts, options=options)
+
+
+def refuse_unanswered(fields: Fields) -> None:
+    """What these protocols' answers have no place for. Raises UnsupportedParameter."""
+    for name, neutral in _UNANSWERED.items():
+        fields.unsupported(name, neutral)
+
+
+def wanted_outputs(names: Sequence[str]) -> tuple[str, ...]:
+    """The outputs that a request asks for; all of them if it names none."""
+    known = tuple(name for name, _, _ in OUTPUTS)
+    if not names:
+        return known
+    for index, name in enumerate(names):
+        if name not in known:
+            raise InvalidRequest(f"there is no output {shortened(name)}", param="outputs")
+        if name in names[:index]:
+            raise InvalidRequest(f"the output {name} is given twice", param="outputs")
+    return tuple(name for name in known if name in names)
 
 
 def start_infer(
@@ -136,17 +209,38 @@ def start_infer(
     )
 
 
+def tensor_of(name: str, datatype: str, shape: Any, values: Sequence[Any]) -> Tensor:
+    """A checked tensor; `shape` None is one that nobody gave. Raises InvalidRequest."""
+    if len(values) > MAX_TEXTS:
+        raise _wrong(name, f"has {len(values)} elements; the limit is {MAX_TEXTS}")
+    if shape is not None:
+        if not isinstance(shape, list) or not all(type(d) is int and d >= 0 for d in shape):
+            raise _wrong(name, "has a shape that is no list of sizes")
+        if len(shape) > _MAX_DIMENSIONS or math.prod(shape) != len(values):
+            raise _wrong(name, f"has {len(values)} elements, not those of its shape")
+    if datatype == "BYTES":
+        return Tensor(name=name, datatype=datatype, values=[_text(name, v) for v in values])
+    if datatype not in _FORMATS:
+        raise _wrong(name, f"is of datatype {shortened(datatype)}, which is not supported")
+    for value in values:
+        if not _fits(datatype, value):
+            raise _wrong(name, f"holds {shortened(value)}, which is no {datatype}")
+    return Tensor(name=name, datatype=datatype, values=list(values))
+
+
 def unpacked(name: str, datatype: str, data: bytes) -> list[Any]:
     """Values of a tensor in the protocol's raw form. Raises InvalidRequest."""
     if datatype == "BYTES":
         return _unpacked_texts(name, data)
     form = _FORMATS.get(datatype)
     if form is None:
-        raise InvalidRequest(f"datatype {shortened(datatype)} is not supported", param=name[:64])
-    size = struct.calcsize("<" + form)
-    if len(data) % size:
-        raise InvalidRequest(f"the data of {shortened(name)} is cut off", param=name[:64])
-    return list(struct.unpack(f"<{len(data) // size}{form}", data))
+        raise _wrong(name, f"is of datatype {shortened(datatype)}, which is not supported")
+    count, rest = divmod(len(data), struct.calcsize("<" + form))
+    if rest:
+        raise _wrong(name, "is cut off")
+    if count > MAX_TEXTS:
+        raise _wrong(name, f"has {count} elements; the limit is {MAX_TEXTS}")
+    return list(struct.unpack(f"<{count}{form}", data))
 
 
 def packed_texts(texts: Sequence[str]) -> bytes:
@@ -165,21 +259,39 @@ def _unpacked_texts(name: str, data: bytes) -> list[bytes]:
         size = int.from_bytes(data[position:start], "little")
         position = start + size
         if position > len(data):
-            raise InvalidRequest(f"the data of {shortened(name)} is cut off", param=name[:64])
+            raise _wrong(name, "is cut off")
+        if len(found) == MAX_TEXTS:
+            raise _wrong(name, f"has too many elements; the limit is {MAX_TEXTS}")
         found.append(data[start:position])
     return found
 
 
-def _text(value: Any) -> str:
+def _text(name: str, value: Any) -> str:
     if isinstance(value, str):
         return value
+    if not isinstance(value, bytes):
+        raise _wrong(name, f"holds {shortened(value)}; elements of BYTES must be strings")
     try:
-        return bytes(value).decode()
-    except (TypeError, ValueError):
-        raise InvalidRequest("a text is not UTF-8", param="text_input") from None
+        return value.decode()
+    except UnicodeDecodeError:
+        raise _wrong(name, "holds a text that is not UTF-8") from None
 
 
-def _number(value: Any) -> Any:
+def _fits(datatype: str, value: Any) -> bool:
+    if datatype == "BOOL":
+        return isinstance(value, bool)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    if isinstance(value, float) and not datatype.startswith("FP"):
+        return False
+    try:
+        struct.pack("<" + _FORMATS[datatype], value)
+    except (struct.error, OverflowError):
+        return False
+    return True
+
+
+def _scalar(value: Any) -> Any:
     """Numbers and truth values that were written as texts."""
     if isinstance(value, str):
         try:
@@ -189,3 +301,13 @@ def _number(value: Any) -> Any:
         if isinstance(found, int | float) and found == found and abs(found) < 1e300:
             return found
     return value
+
+
+def _add(given: dict[str, Any], name: str, value: Any) -> None:
+    if name in given:
+        raise InvalidRequest(f"{shortened(name)} is given twice", param=name[:64])
+    given[name] = value
+
+
+def _wrong(name: str, what: str) -> InvalidRequest:
+    return InvalidRequest(f"the input {shortened(name)} {what}", param=name[:64])

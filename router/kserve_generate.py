@@ -19,6 +19,7 @@ from router.http_exchange import Exchange, to_json
 from router.http_format import Answering, Format
 from router.http_generate import Ask, GenerateEndpoint
 from router.json_body import shortened
+from router.kserve import refuse_unanswered
 from router.options import read_completion_options
 from router.text_output import Piece
 
@@ -48,6 +49,7 @@ class Generate(GenerateEndpoint):
         stream = sampling.boolean("stream", self.streams)
         if stream and not self.streams:
             raise InvalidRequest("use generate_stream for a stream", param="stream")
+        refuse_unanswered(sampling)
         options = read_completion_options(sampling, self._service.vocabulary)
         sampling.finish()
         prompt = await self._service.encode_text(text)

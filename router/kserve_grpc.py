@@ -8,7 +8,7 @@ message, and the stream goes on.
 
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, TypeVar
 
 import anyio
@@ -27,7 +27,9 @@ from router.kserve import (
     packed_texts,
     read_infer,
     start_infer,
+    tensor_of,
     unpacked,
+    wanted_outputs,
 )
 from router.proto import open_inference_pb2 as pb
 
@@ -140,6 +142,7 @@ class _Calls:
         arrived_at = service.clock.now()
         request = _parsed(pb.ModelInferRequest, data)
         service.check_model(request.model_name)
+        wanted = wanted_outputs([output.name for output in request.outputs])
         call = await read_infer(service, _tensors(request), _parameters(request))
         generation = start_infer(
             service,
@@ -150,33 +153,33 @@ class _Calls:
         )
         with contextlib.closing(generation):
             if not (streams and call.options.stream):
-                response = self._response(request, Answer.of(await generation.whole()))
+                response = self._response(request, Answer.of(await generation.whole()), wanted)
                 response.parameters["triton_final_response"].bool_param = True
                 yield response
                 return
             while not generation.is_done:
                 pieces = await generation.pieces()
                 for piece in pieces:
-                    response = self._response(request, Answer.of([piece]))
+                    response = self._response(request, Answer.of([piece]), wanted)
                     is_last = generation.is_done and piece is pieces[-1]
                     response.parameters["triton_final_response"].bool_param = is_last
                     response.parameters["index"].int64_param = piece.choice
                     yield response
 
-    def _response(self, request: pb.ModelInferRequest, answer: Answer) -> pb.ModelInferResponse:
-        count = len(answer.texts)
+    def _response(
+        self, request: pb.ModelInferRequest, answer: Answer, wanted: Sequence[str]
+    ) -> pb.ModelInferResponse:
         response = pb.ModelInferResponse(
             model_name=self._service.model_name, model_version="1", id=request.id
         )
-        for name, datatype, _ in OUTPUTS:
-            response.outputs.add(name=name, datatype=datatype, shape=[count])
-        response.raw_output_contents.extend(
-            [
-                packed_texts(answer.texts),
-                packed_texts(answer.finish_reasons),
-                b"".join(number.to_bytes(4, "little") for number in answer.num_tokens),
-            ]
-        )
+        for name, datatype, column in answer.columns(wanted):
+            response.outputs.add(name=name, datatype=datatype, shape=[len(column)])
+            is_text = datatype == "BYTES"
+            response.raw_output_contents.append(
+                packed_texts(column)
+                if is_text
+                else b"".join(number.to_bytes(4, "little") for number in column)
+            )
         return response
 
     @contextlib.asynccontextmanager
@@ -233,14 +236,7 @@ def _tensors(request: pb.ModelInferRequest) -> list[Tensor]:
             values = unpacked(tensor.name, tensor.datatype, raw[index])
         else:
             values = [v for _, column in tensor.contents.ListFields() for v in column]
-        found.append(
-            Tensor(
-                name=tensor.name,
-                datatype=tensor.datatype,
-                shape=list(tensor.shape),
-                values=values,
-            )
-        )
+        found.append(tensor_of(tensor.name, tensor.datatype, list(tensor.shape) or None, values))
     return found
 
 

@@ -9,11 +9,22 @@ from typing import Any
 from starlette.types import Scope
 
 from common.errors import InvalidRequest, ModelNotFound, NotReady, TandemError
+from router.fields import Fields
 from router.generation import TextService
 from router.http_exchange import Endpoint, Exchange
 from router.http_generate import count_request, timeout_of
 from router.json_body import parse_json_object, shortened
-from router.kserve import INPUTS, OUTPUTS, Answer, Tensor, read_infer, start_infer, unpacked
+from router.kserve import (
+    INPUTS,
+    OUTPUTS,
+    Answer,
+    Tensor,
+    read_infer,
+    start_infer,
+    tensor_of,
+    unpacked,
+    wanted_outputs,
+)
 
 HEADER_LENGTH = "inference-header-content-length"
 
@@ -99,10 +110,13 @@ class ModelInfer(Endpoint):
     async def _infer(
         self, exchange: Exchange, body: dict[str, Any], binary: bytes, arrived_at: float
     ) -> None:
-        parameters = body.get("parameters") or {}
-        if not isinstance(parameters, dict):
-            raise InvalidRequest("parameters must be an object", param="parameters")
-        call = await read_infer(self._service, _tensors(body.get("inputs"), binary), parameters)
+        fields = Fields(body)
+        request_id = fields.text("id")
+        parameters = fields.object("parameters") or {}
+        tensors = _tensors(fields.take("inputs"), binary)
+        wanted = _wanted(fields.take("outputs"))
+        fields.finish()
+        call = await read_infer(self._service, tensors, parameters)
         if call.options.stream:
             raise InvalidRequest("ModelInfer over HTTP does not stream", param="stream")
         generation = start_infer(
@@ -116,14 +130,11 @@ class ModelInfer(Endpoint):
             pieces = await generation.whole()
         finally:
             generation.close()
-        answer = Answer.of(pieces)
-        columns = (answer.texts, answer.finish_reasons, answer.num_tokens)
         outputs = [
             {"name": name, "datatype": datatype, "shape": [len(pieces)], "data": column}
-            for (name, datatype, _), column in zip(OUTPUTS, columns, strict=True)
+            for name, datatype, column in Answer.of(pieces).columns(wanted)
         ]
-        request_id = body.get("id")
-        about = {"id": request_id} if isinstance(request_id, str) else {}
+        about = {} if request_id is None else {"id": request_id}
         await exchange.reply_json(
             200,
             {
@@ -140,20 +151,43 @@ def _tensors(given: Any, binary: bytes) -> list[Tensor]:
         raise InvalidRequest("inputs must be a list of tensors", param="inputs")
     found = []
     for item in given:
-        name, datatype = item.get("name"), item.get("datatype")
-        if not isinstance(name, str) or not isinstance(datatype, str):
+        fields = Fields(item, "inputs.")
+        name, datatype = fields.text("name"), fields.text("datatype")
+        if name is None or datatype is None:
             raise InvalidRequest("an input needs a name and a datatype", param="inputs")
-        parameters = item.get("parameters")
-        size = parameters.get("binary_data_size") if isinstance(parameters, dict) else None
-        if isinstance(size, int):
-            if not 0 <= size <= len(binary):
-                raise InvalidRequest(f"the data of {shortened(name)} is cut off", param="inputs")
+        shape, data = fields.take("shape"), fields.take("data")
+        about = Fields(fields.object("parameters") or {}, "inputs.parameters.")
+        size = about.integer("binary_data_size", 0, 2**53 - 1)
+        about.finish()
+        fields.finish()
+        if size is None:
+            values = _flat(data)
+        elif size > len(binary) or data is not None:
+            what = "cut off" if data is None else "given twice"
+            raise InvalidRequest(f"the data of {shortened(name)} is {what}", param="inputs")
+        else:
             values = unpacked(name, datatype, binary[:size])
             binary = binary[size:]
-        else:
-            values = _flat(item.get("data"))
-        found.append(Tensor(name=name, datatype=datatype, shape=[], values=values))
+        found.append(tensor_of(name, datatype, shape, values))
+    if binary:
+        raise InvalidRequest(f"{len(binary)} bytes belong to no input", param="inputs")
     return found
+
+
+def _wanted(given: Any) -> tuple[str, ...]:
+    """Whether they are wanted in the binary form does not matter: JSON is always taken."""
+    given = [] if given is None else given
+    if not isinstance(given, list) or not all(isinstance(item, dict) for item in given):
+        raise InvalidRequest("outputs must be a list of outputs", param="outputs")
+    names = []
+    for item in given:
+        fields = Fields(item, "outputs.")
+        names.append(fields.text("name") or "")
+        about = Fields(fields.object("parameters") or {}, "outputs.parameters.")
+        about.boolean("binary_data", False)
+        about.finish()
+        fields.finish()
+    return wanted_outputs(names)
 
 
 def _flat(data: Any) -> list[Any]:

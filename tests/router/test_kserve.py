@@ -183,6 +183,102 @@ def test_over_http(stack: Stack) -> None:
         assert stack.http.post(path, json=wrong).status_code == 400
 
 
+def infer(stack: Stack, *inputs: dict[str, Any], **body: Any) -> Any:
+    path = f"/v2/models/{stack.router.service.model_name}/infer"
+    return stack.http.post(path, json={"inputs": list(inputs), **body})
+
+
+def tensor(name: str, datatype: str, *data: Any, shape: Any = None) -> dict[str, Any]:
+    shape = [len(data)] if shape is None else shape
+    return {"name": name, "datatype": datatype, "shape": shape, "data": list(data)}
+
+
+TEXT = tensor("text_input", "BYTES", "a b c")
+
+
+@pytest.mark.parametrize(
+    ("inputs", "param"),
+    [
+        ([tensor("text_input", "BYTES", 600_000_000)], "text_input"),
+        ([tensor("text_input", "BYTES", 10**18)], "text_input"),
+        ([tensor("text_input", "BYTES", 5)], "text_input"),
+        ([tensor("text_input", "BYTES", True)], "text_input"),
+        ([TEXT, tensor("max_tokens", "BYTES", 50_000)], "max_tokens"),
+        ([TEXT, tensor("sampling_parameters", "BYTES", 7)], "sampling_parameters"),
+        ([TEXT, tensor("sampling_parameters", "INT32", 7)], "sampling_parameters"),
+        ([TEXT, tensor("max_tokens", "INT8", 128)], "max_tokens"),
+        ([TEXT, tensor("max_tokens", "INT32", 2.5)], "max_tokens"),
+        ([TEXT, tensor("max_tokens", "INT32", "2")], "max_tokens"),
+        ([TEXT, tensor("max_tokens", "UINT64", 10**20)], "max_tokens"),
+        ([TEXT, tensor("temperature", "FP32", 1e39)], "temperature"),
+        ([TEXT, tensor("ignore_eos", "BOOL", 1)], "ignore_eos"),
+        ([TEXT, tensor("max_tokens", "INT32", True)], "max_tokens"),
+        ([TEXT, tensor("max_tokens", "INT4", 1)], "max_tokens"),
+        ([tensor("text_input", "BYTES", "a", shape=[2])], "text_input"),
+        ([tensor("text_input", "BYTES", "a", shape=[-1])], "text_input"),
+        ([tensor("text_input", "BYTES", "a", shape=[1] * 100)], "text_input"),
+        ([tensor("text_input", "BYTES", "a", shape="1")], "text_input"),
+        ([tensor("text_input", "BYTES", *["a"] * 1025)], "text_input"),
+        ([TEXT, TEXT], "text_input"),
+        ([{**TEXT, "format": 1}], "inputs.format"),
+        (
+            [{**TEXT, "parameters": {"shared_memory_size": 1}}],
+            "inputs.parameters.shared_memory_size",
+        ),
+        ([TEXT, tensor("logprobs", "INT32", 2)], "logprobs"),
+    ],
+)
+def test_tensors_that_are_not_what_they_say(
+    stack: Stack, inputs: list[dict[str, Any]], param: str
+) -> None:
+    response = infer(stack, *inputs)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"tempo": 1}, "tempo"),
+        ({"id": 5}, "id"),
+        ({"parameters": {"logprobs": 1}}, "logprobs"),
+        ({"parameters": {"return_token_ids": True}}, "return_token_ids"),
+        ({"parameters": {"max_tokens": 1, "stream_options": {}}}, "stream_options"),
+        ({"outputs": [{"name": "logits"}]}, "outputs"),
+        ({"outputs": ["text_output"]}, "outputs"),
+        ({"outputs": [{"name": "text_output"}] * 2}, "outputs"),
+        ({"outputs": [{"name": "text_output", "parameters": {"classification": 3}}]}, None),
+    ],
+)
+def test_nothing_in_a_call_is_ignored(
+    stack: Stack, body: dict[str, Any], param: str | None
+) -> None:
+    response = infer(stack, TEXT, **body)
+    assert response.status_code == 400
+    assert param in (None, response.json()["error"]["param"])
+
+
+def test_the_outputs_that_are_asked_for(stack: Stack, channel: grpc.Channel) -> None:
+    asked = [{"name": "text_output", "parameters": {"binary_data": True}}]
+    answer = infer(stack, TEXT, parameters={"max_tokens": 2}, outputs=asked).json()
+    assert [(o["name"], o["data"]) for o in answer["outputs"]] == [("text_output", ["a b"])]
+    request = request_for(stack, "a b c", max_tokens=2)
+    request.outputs.add(name="num_output_tokens")
+    response = call(channel, "ModelInfer", request)
+    assert [o.name for o in response.outputs] == ["num_output_tokens"]
+    assert unpacked("", "INT32", response.raw_output_contents[0]) == [2]
+    request.outputs.add(name="logits")
+    with pytest.raises(grpc.RpcError) as found:
+        call(channel, "ModelInfer", request)
+    assert status_of(found) == "INVALID_ARGUMENT"
+
+
+def test_texts_that_look_like_numbers_stay_texts(stack: Stack) -> None:
+    parameters = {"max_tokens": "2", "stop": "1", "cache_salt": "5", "user": "true"}
+    answer = infer(stack, TEXT, parameters=parameters)
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["outputs"][0]["data"] == ["a b"]
+
+
 # --- generate -------------------------------------------------------------------------------------
 
 
@@ -228,6 +324,7 @@ def test_generate_stream_joins_to_the_whole_text(stack: Stack, n: int) -> None:
         ({"text_input": "x", "max_tokens": 1, "parameters": {"max_tokens": 2}}, "max_tokens"),
         ({"text_input": "x", "no_such_field": 1}, "no_such_field"),
         ({"text_input": ""}, "prompt"),
+        ({"text_input": "x", "logprobs": 1}, "logprobs"),
     ],
 )
 def test_generate_refuses_by_name(stack: Stack, body: dict[str, Any], param: str) -> None:
