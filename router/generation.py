@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import anyio
+import anyio.to_thread
 import numpy as np
 
 from common.clock import Clock
@@ -47,11 +49,11 @@ from router.parts import (
     ReasoningSplitter,
 )
 from router.prompt_hashes import LARGE_TOKENS
-from router.structured import check_grammar
 from router.text_output import Piece, TextOutput, TokenEntry
 from router.tokenizer import Tokenizer
 
 DEFAULT_COMPLETION_TOKENS = 16
+MAX_GRAMMAR_THREADS = 2
 MAX_SCORE_BYTES = 8 * 1024 * 1024
 
 
@@ -103,6 +105,7 @@ class TextService:
         self._wall_time = wall_time
         self.started_at = self.wall_clock()
         self._draw_bits = draw_bits
+        self._grammar_threads: anyio.CapacityLimiter | None = None
         self._tool_parser = tool_parser
         self._reasoning_parser = reasoning_parser
         markers = REASONING_MARKERS + TOOL_PARSERS[tool_parser][1]
@@ -172,15 +175,22 @@ class TextService:
         inner = make or PlainSplitter
         return lambda: ReasoningSplitter(inner(), begins_inside=begins_inside)
 
-    async def check(self, options: Options, prompts: Sequence[list[int]]) -> None:
-        """What cannot be seen from the fields alone, and what takes long with large prompts. Raises
+    async def checked(self, options: Options, prompts: Sequence[list[int]]) -> Options:
+        """The options to start with. Does what takes long: grammars, large prompts. Raises
         InvalidRequest.
         """
-        if options.sampling.grammar is not None:
-            await check_grammar(options.sampling.grammar)
+        if options.form is not None:
+            if self._grammar_threads is None:
+                self._grammar_threads = anyio.CapacityLimiter(MAX_GRAMMAR_THREADS)
+            grammar = await anyio.to_thread.run_sync(
+                options.form.grammar, limiter=self._grammar_threads
+            )
+            sampling = dataclasses.replace(options.sampling, grammar=grammar)
+            options = dataclasses.replace(options, sampling=sampling)
         for prompt in prompts:
             if len(prompt) >= LARGE_TOKENS:
                 await self._dispatcher.prepare(pack_tokens(prompt), options.cache_salt)
+        return options
 
     # --- generation -------------------------------------------------------------------------------
 

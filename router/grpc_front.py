@@ -182,7 +182,7 @@ class _Generate:
         fields = Fields(_parameters(request))
         options = read_completion_options(fields, service.vocabulary)
         prompt = await _prompt(service, request, fields)
-        await service.check(options, [prompt])
+        options = await service.checked(options, [prompt])
         request_id = service.new_request_id()
         generation = service.start(
             request_id,

@@ -59,12 +59,12 @@ class GenerateEndpoint(Endpoint):
         fields = Fields(body)
         service.check_model(fields.text("model"))
         ask = await self.read(fields)
-        await service.check(ask.options, ask.prompts)
+        options = await service.checked(ask.options, ask.prompts)
         request_id = service.new_request_id()
         generation = service.start(
             request_id,
             ask.prompts,
-            ask.options,
+            options,
             arrived_at=arrived_at,
             default_max_tokens=self.default_max_tokens,
             timeout_s=timeout_of(exchange),
@@ -73,8 +73,8 @@ class GenerateEndpoint(Endpoint):
         if ask.texts is not None:
             generation.prompt_texts = ask.texts
         try:
-            form = self.format(answering(service, request_id, ask.options, generation), fields)
-            if ask.options.stream:
+            form = self.format(answering(service, request_id, options, generation), fields)
+            if options.stream:
                 await _stream(exchange, generation, form)
             else:
                 pieces = await generation.whole()

@@ -167,7 +167,7 @@ async def read_infer(
     options = read_completion_options(fields, service.vocabulary)
     fields.finish()
     prompts = [await service.encode_text(text) for text in text_input.values]
-    await service.check(options, prompts)
+    options = await service.checked(options, prompts)
     return InferCall(prompts=prompts, options=options)
 
 
@@ -252,7 +252,7 @@ def packed_texts(texts: Sequence[str]) -> bytes:
 
 
 def _unpacked_texts(name: str, data: bytes) -> list[bytes]:
-    found = []
+    found: list[bytes] = []
     position = 0
     while position < len(data):
         start = position + 4

@@ -14,7 +14,7 @@ from common.errors import InvalidRequest, UnsupportedParameter
 from common.types import SamplingParams
 from router.fields import Fields
 from router.stop import StopSet
-from router.structured import read_grammar
+from router.structured import Form, read_form
 from router.tools import ToolUse, read_tools
 
 MAX_N = 128
@@ -66,7 +66,7 @@ _IDENTIFIERS = ("user", "safety_identifier", "prompt_cache_key")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
     """What a client asked for. `max_tokens` None: the endpoint's default; `seed` None: one is
-    drawn.
+    drawn. `form` becomes the sampling's grammar when the options are checked (generation.py).
     """
 
     sampling: SamplingParams
@@ -82,6 +82,7 @@ class Options:
     echo: bool = False
     returns_token_ids: bool = False
     tools: ToolUse | None = None
+    form: Form | None = None
 
     def sampling_for(self, max_tokens: int, seed: int) -> SamplingParams:
         return dataclasses.replace(self.sampling, max_tokens=max_tokens, seed=seed)
@@ -166,11 +167,9 @@ def _read(
         n=n,
         bad_words=_bad_words(fields, vocabulary),
         prompt_logprobs=prompt_logprobs,
-        grammar=_grammar(fields, tools),
     )
-    if sampling.grammar is not None and not set(vocabulary.eos_token_ids) <= set(
-        sampling.stop_token_ids
-    ):
+    form = _form(fields, tools)
+    if form is not None and not set(vocabulary.eos_token_ids) <= set(sampling.stop_token_ids):
         raise InvalidRequest(
             "ignore_eos cannot be combined with a format of the output", param="ignore_eos"
         )
@@ -187,18 +186,25 @@ def _read(
         cache_salt=_cache_salt(fields),
         echo=echo,
         tools=tools,
+        form=form,
         returns_token_ids=fields.boolean("return_token_ids", False),
     )
 
 
-def _grammar(fields: Fields, tools: ToolUse | None) -> str | None:
-    grammar = read_grammar(fields)
-    calls = None if tools is None else tools.grammar
-    if grammar is not None and calls is not None:
+def _form(fields: Fields, tools: ToolUse | None) -> Form | None:
+    form = read_form(fields)
+    if tools is None or not (tools.is_named or tools.choice == "required"):
+        return form
+    if form is not None:
         raise InvalidRequest(
             "tool_choice cannot be combined with a format of the output", param="tool_choice"
         )
-    return grammar or calls
+    callable_tools = [
+        tool
+        for tool in tools.tools
+        if not tools.is_named or tool["function"]["name"] == tools.choice
+    ]
+    return Form(name="tools", source=callable_tools, convert=lambda: tools.grammar or "")
 
 
 def _prompt_logprobs(fields: Fields, stream: bool, echoed: int | None) -> int | None:
