@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import Enum, auto
 from typing import Protocol
 
 MAX_HEAD_CHARS = 4096
@@ -148,236 +149,371 @@ class ReasoningSplitter:
 
 
 _HEAD = re.compile(
-    r'\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)', re.S
+    r'\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*\{', re.S
 )
 
 
-class CallReader:
-    """Reads one call, an object with a name and its arguments, character by character."""
+def _name(text: str) -> str | None:
+    """The name that a JSON text holds, or None."""
+    try:
+        name = json.loads(text)
+        name.encode()  # half of a surrogate pair is no name
+    except ValueError:
+        return None
+    return name or None
 
-    def __init__(self, index: int, name: str | None = None) -> None:
+
+class CallReader:
+    """Reads one object that may be a call: a name and its arguments, character by character.
+
+    It has begun once its name and the start of its arguments are there; before that, all of it may
+    turn out to be mere text.
+    """
+
+    def __init__(self, index: int, name: str | None, *, needs_arguments: bool) -> None:
         """With a `name` the object is the arguments themselves."""
         self._index = index
         self._given_name = name
-        self._seen = ""
+        self._needs_arguments = needs_arguments
+        self._read: list[str] = []
+        self._num_read = 0
         self._depth = 0
-        self._in_text = False
         self._is_escaped = False
-        self._inner_depth = 0 if name is not None else None
-        self._has_begun = False
+        self._inner_depth: int | None = None
+        self.is_in_text = False
+        self.has_begun = False
 
-    def push(self, text: str) -> tuple[list[Part], str | None]:
-        """Parts, and what follows the call once it is complete."""
+    @property
+    def read(self) -> str:
+        """What has been read of an object that has not begun."""
+        return "".join(self._read)
+
+    def push(self, text: str) -> tuple[list[Part], int | None]:
+        """Parts, and how much of `text` belongs to the object once that is complete (or cannot be a
+        call any more).
+        """
         found: list[Part] = []
-        if self._given_name is not None and not self._has_begun:
-            self._has_begun = True
-            found.append(CallBegun(self._index, self._given_name))
-        arguments = 0
+        start = 0
         for position, char in enumerate(text):
             was_depth = self._depth
             self._step(char)
-            if not self._has_begun:
-                self._seen += char
-                if char == "{" and self._begins(was_depth):
-                    found.append(CallBegun(self._index, self._name()))
-                    self._has_begun, arguments = True, position
-            elif self._inner_depth is not None and self._depth == self._inner_depth < was_depth:
-                found.append(CallArguments(self._index, text[arguments : position + 1]))
+            if not self.has_begun:
+                name, is_over = self._begun(char, was_depth, text[: position + 1])
+                if name is not None:
+                    found.append(CallBegun(self._index, name))
+                    self.has_begun = True
+                    start = position
+                    if self._given_name is not None:
+                        found.append(CallArguments(self._index, self.read + text[:position]))
+                elif is_over:
+                    return found, self._keep(text[:position])
+            if self._inner_depth is not None and self._depth == self._inner_depth < was_depth:
+                found.append(CallArguments(self._index, text[start : position + 1]))
                 self._inner_depth = None
-            if self._depth == 0 and was_depth == 1:
-                return found + self._whole(), text[position + 1 :]
-        if self._has_begun and self._inner_depth is not None and text[arguments:]:
-            found.append(CallArguments(self._index, text[arguments:]))
+            if self._depth == 0:
+                return found + self._end(text[: position + 1]), position + 1
+        if self._inner_depth is not None and text[start:]:
+            found.append(CallArguments(self._index, text[start:]))
+        if not self.has_begun:
+            self._keep(text)
         return found, None
 
-    def flush(self) -> list[Part]:
-        """A call that never got its name was none."""
-        if self._has_begun or not self._seen:
+    def _begun(self, char: str, was_depth: int, text: str) -> tuple[str | None, bool]:
+        """The name, where the arguments begin; or whether this can be no call."""
+        if self._given_name is not None:
+            if was_depth == 0 or char.isspace():
+                return None, False
+            self._inner_depth = 0
+            return (self._given_name, False) if char in '"}' else (None, True)
+        if char != "{" or was_depth != 1 or self._num_read + len(text) > MAX_HEAD_CHARS:
+            return None, False
+        match = _HEAD.fullmatch(self.read + text)
+        name = None if match is None else _name(match[1])
+        if name is not None:
+            self._inner_depth = 1
+        return name, False
+
+    def _end(self, text: str) -> list[Part]:
+        """A complete object may be a call that did not begin as most do."""
+        if self.has_begun:
             return []
-        return [Content(self._seen)]
-
-    def _begins(self, depth: int) -> bool:
-        if depth != 1 or len(self._seen) > MAX_HEAD_CHARS:
-            return False
-        match = _HEAD.match(self._seen)
-        if match is None or match.end() != len(self._seen) - 1:
-            return False
-        self._inner_depth = 1
-        return True
-
-    def _name(self) -> str:
-        match = _HEAD.match(self._seen)
-        assert match is not None
-        return str(json.loads(match[1]))
-
-    def _whole(self) -> list[Part]:
-        """A complete object that did not begin as a call does."""
-        if self._has_begun:
-            return []
-        seen, self._seen = self._seen, ""
+        self._keep(text)
         try:
-            call = json.loads(seen)
-        except (ValueError, RecursionError):
-            return [Content(seen)]
-        arguments = call.get("arguments", call.get("parameters", {}))
-        if not isinstance(call.get("name"), str) or not isinstance(arguments, dict | str):
-            return [Content(seen)]
-        self._has_begun = True
-        text = arguments if isinstance(arguments, str) else json.dumps(arguments)
-        return [CallBegun(self._index, call["name"]), CallArguments(self._index, text)]
+            call = json.loads(self.read)
+            name = _name(json.dumps(call.get("name")))
+            arguments = call.get("arguments", call.get("parameters"))
+            if arguments is None and not self._needs_arguments:
+                arguments = {}
+            given = arguments if isinstance(arguments, str) else json.dumps(arguments)
+        except (ValueError, AttributeError, RecursionError):
+            return []
+        if name is None or not isinstance(arguments, dict | str):
+            return []
+        self.has_begun = True
+        return [CallBegun(self._index, name), CallArguments(self._index, given)]
+
+    def _keep(self, text: str) -> int:
+        self._read.append(text)
+        self._num_read += len(text)
+        return len(text)
 
     def _step(self, char: str) -> None:
-        if self._in_text:
+        if self.is_in_text:
             if self._is_escaped:
                 self._is_escaped = False
             elif char == "\\":
                 self._is_escaped = True
             elif char == '"':
-                self._in_text = False
+                self.is_in_text = False
         elif char == '"':
-            self._in_text = True
+            self.is_in_text = True
         elif char in "{[":
             self._depth += 1
         elif char in "}]":
             self._depth -= 1
 
 
-class _Calls:
-    """Calls one after the other, with whatever a format puts between them."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Form:
+    """How a format writes calls."""
 
-    def __init__(self) -> None:
-        self._reader: CallReader | None = None
-        self._between = ""
-        self.num_calls = 0
+    opening: str | None
+    """The marker before calls."""
+    closing: str | None = None
+    """The marker after them."""
+    lead: re.Pattern[str] = re.compile(r"[\s\[]*")
+    """What may stand between the opening and a call's brace."""
+    between: re.Pattern[str] = re.compile(r"[\s,;\]}]*")
+    """What may stand between a call and the next one's brace."""
+
+
+_SEPARATORS = re.compile(r"[\s,;\[\]}]*")
+_MAX_LEAD_CHARS = 256
+_SLICE_CHARS = 1024
+
+
+class _State(Enum):
+    TEXT = auto()
+    LEAD = auto()
+    """After an opening marker."""
+    OBJECT = auto()
+    AFTER = auto()
+    """After a call, where another one may follow."""
+
+
+class CallsSplitter:
+    """Text with calls in it, as `form` writes them.
+
+    What has been read and is not decided yet is kept as it was written: when it turns out to be no
+    call it is content, markers and all.
+    """
+
+    def __init__(self, form: Form, *, is_inside: bool = False) -> None:
+        """`is_inside`: the answer begins with calls, without an opening."""
+        self._form = form
+        self._state = _State.LEAD if is_inside else _State.TEXT
+        self._pending = ""
+        self._kept = ""
+        """Written before the pending text or the object, content if there is no call."""
+        self._num_calls = 0
+        self._has_marker = not is_inside
+        self._reader = self._new_reader(None)
+        self._skips_space = False
+        self._has_ended = False
+        self._found: list[Part] = []
+        self._steps = {
+            _State.TEXT: self._text,
+            _State.LEAD: self._lead,
+            _State.OBJECT: self._object,
+            _State.AFTER: self._after,
+        }
 
     def push(self, text: str) -> list[Part]:
-        found: list[Part] = []
-        rest: str | None = text
-        while rest:
-            if self._reader is None:
-                before, brace, after = rest.partition("{")
-                self._between += before
-                if not brace:
-                    break
-                name = self._between.replace("[ARGS]", "").strip(" \n\t[],;") or None
-                self._between, rest = "", brace + after
-                self._reader = CallReader(self.num_calls, name)
-            parts, rest = self._reader.push(rest)
-            found += parts
-            if rest is not None:
-                self._end()
-        return found
+        for start in range(0, len(text), _SLICE_CHARS):
+            self._pending += text[start : start + _SLICE_CHARS]
+            self._advance()
+        return self._taken()
 
     def flush(self) -> list[Part]:
-        return [] if self._reader is None else self._reader.flush()
+        self._has_ended = True
+        self._advance()
+        return self._taken()
 
-    def _end(self) -> None:
-        assert self._reader is not None
-        self.num_calls += self._reader._has_begun
-        self._reader = None
+    def _taken(self) -> list[Part]:
+        found, self._found = self._found, []
+        return found
+
+    def _advance(self) -> None:
+        while self._steps[self._state]():
+            pass
+
+    # --- the steps; each says whether another one can follow --------------------------------------
+
+    def _text(self) -> bool:
+        at, marker = self._first_of(self._form.opening)
+        self._content(self._pending[:at])
+        self._pending = self._pending[at + len(marker) :]
+        if not marker:
+            return False
+        self._open(marker)
+        return True
+
+    def _lead(self) -> bool:
+        at = self._pending.find("{", 0, _MAX_LEAD_CHARS + 1)
+        if at < 0 and len(self._pending) <= _MAX_LEAD_CHARS and not self._has_ended:
+            return False
+        return self._begin_object(self._form.lead, at)
+
+    def _object(self) -> bool:
+        form, reader = self._form, self._reader
+        at, marker = self._first_of(form.closing, form.opening)
+        parts, num_used = reader.push(self._pending[:at])
+        self._found += parts
+        if num_used is not None:
+            self._pending = self._pending[num_used:]
+            self._end_object()
+            return True
+        self._pending = self._pending[at:]
+        if marker == form.opening and reader.has_begun and reader.is_in_text:
+            self._found += reader.push(marker)[0]
+            self._pending = self._pending[len(marker) :]
+            return True
+        if not marker and not self._has_ended:
+            return False
+        self._end_object()
+        return True
+
+    def _after(self) -> bool:
+        form = self._form
+        at, marker = self._first_of("{", form.closing, form.opening)
+        if not marker and at <= _MAX_LEAD_CHARS and not self._has_ended:
+            return False
+        if marker == "{" or at > _MAX_LEAD_CHARS:
+            return self._begin_object(form.between, at)
+        is_text = _SEPARATORS.fullmatch(self._pending, 0, at) is None
+        self._content(self._pending[:at] if is_text else "")
+        self._pending = self._pending[at + len(marker) :]
+        self._state = _State.TEXT
+        self._skips_space = not is_text
+        if marker and marker == form.opening:
+            self._open(marker)
+        return bool(marker)
+
+    # --- inside -----------------------------------------------------------------------------------
+
+    def _open(self, marker: str) -> None:
+        self._kept = marker
+        self._has_marker = True
+        self._state = _State.LEAD
+
+    def _begin_object(self, lead: re.Pattern[str], at: int) -> bool:
+        """At the brace, if what stands before it is how a call is led in."""
+        match = None if not 0 <= at <= _MAX_LEAD_CHARS else lead.fullmatch(self._pending, 0, at)
+        if match is None:
+            self._give_up()
+            return True
+        self._reader = self._new_reader(match.groupdict().get("name"))
+        self._kept += self._pending[:at]
+        self._pending = self._pending[at:]
+        self._state = _State.OBJECT
+        return True
+
+    def _end_object(self) -> None:
+        if self._reader.has_begun:
+            self._num_calls += 1
+            self._kept = ""
+            self._state = _State.AFTER
+        else:
+            self._kept += self._reader.read
+            self._give_up()
+
+    def _give_up(self) -> None:
+        """This is no call."""
+        self._content(self._kept)
+        self._kept = ""
+        self._state = _State.TEXT
+
+    def _content(self, text: str) -> None:
+        if self._skips_space:
+            text = text.lstrip()
+        if text:
+            self._skips_space = False
+            self._found.append(Content(text))
+
+    def _new_reader(self, name: str | None) -> CallReader:
+        return CallReader(self._num_calls, name, needs_arguments=not self._has_marker)
+
+    def _first_of(self, *markers: str | None) -> tuple[int, str]:
+        """Where the first marker in the pending text stands, and which it is; without one, where
+        that may still begin, and nothing.
+        """
+        text = self._pending
+        known = [marker for marker in markers if marker is not None]
+        found = [(at, marker) for marker in known if (at := text.find(marker)) >= 0]
+        if found:
+            return min(found)
+        if self._has_ended:
+            return len(text), ""
+        longest = max(map(len, known), default=1)
+        for at in range(max(len(text) - longest + 1, 0), len(text)):
+            if any(marker.startswith(text[at:]) for marker in known):
+                return at, ""
+        return len(text), ""
 
 
-class HermesSplitter:
+_HERMES = Form(opening="<tool_call>", closing="</tool_call>")
+_LLAMA = Form(opening="<|python_tag|>")
+_LIST = Form(opening=None)
+_NAMED = r"(?P<name>[A-Za-z0-9_.-]{1,128})"
+_MISTRAL = Form(
+    opening="[TOOL_CALLS]",
+    lead=re.compile(rf"[\s\[]*|\s*{_NAMED}(?:\[ARGS\]\s*)?"),
+    between=re.compile(rf"[\s,;\]}}]*(?:{_NAMED}\[ARGS\]\s*)?"),
+)
+
+
+class HermesSplitter(CallsSplitter):
     """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, as Hermes and Qwen write."""
 
     def __init__(self) -> None:
-        self._opening = Until("<tool_call>")
-        self._closing: Until | None = None
-        self._is_after_call = False
-        self._calls = _Calls()
-
-    def push(self, text: str) -> list[Part]:
-        found: list[Part] = []
-        rest: str | None = text
-        while rest:
-            if self._closing is None:
-                before, rest = self._opening.push(rest)
-                if self._is_after_call:
-                    before = before.lstrip()
-                if before:
-                    self._is_after_call = False
-                    found.append(Content(before))
-                if rest is not None:
-                    self._closing = Until("</tool_call>")
-            else:
-                inside, rest = self._closing.push(rest)
-                found += self._calls.push(inside)
-                if rest is not None:
-                    self._closing = None
-                    self._is_after_call = True
-        return found
-
-    def flush(self) -> list[Part]:
-        if self._closing is not None:
-            return self._calls.push(self._closing.flush()) + self._calls.flush()
-        held = self._opening.flush()
-        return [Content(held)] if held else []
+        super().__init__(_HERMES)
 
 
-class MistralSplitter:
+class MistralSplitter(CallsSplitter):
     """`[TOOL_CALLS]` and a list of calls, or a name and its arguments."""
 
     def __init__(self) -> None:
-        self._opening = Until("[TOOL_CALLS]")
-        self._calls: _Calls | None = None
-
-    def push(self, text: str) -> list[Part]:
-        if self._calls is not None:
-            return self._calls.push(text.replace("[TOOL_CALLS]", " "))
-        before, after = self._opening.push(text)
-        found: list[Part] = [Content(before)] if before else []
-        if after is not None:
-            self._calls = _Calls()
-            found += self.push(after) if after else []
-        return found
-
-    def flush(self) -> list[Part]:
-        if self._calls is not None:
-            return self._calls.flush()
-        held = self._opening.flush()
-        return [Content(held)] if held else []
+        super().__init__(_MISTRAL)
 
 
-class LlamaSplitter:
-    """An answer that begins with `<|python_tag|>` or `{` is calls separated by `;`."""
-
-    def __init__(self) -> None:
-        self._head = ""
-        self._calls: _Calls | None = None
-        self._is_content = False
-
-    def push(self, text: str) -> list[Part]:
-        if self._is_content:
-            return [Content(text)] if text else []
-        if self._calls is not None:
-            return self._calls.push(text.replace("<|python_tag|>", " "))
-        self._head += text
-        start = self._head.lstrip()
-        if start.startswith(("{", "<|python_tag|>")):
-            self._calls = _Calls()
-            return self.push(start)
-        if "<|python_tag|>".startswith(start):
-            return []
-        self._is_content = True
-        return [Content(self._head)]
-
-    def flush(self) -> list[Part]:
-        if self._calls is not None:
-            return self._calls.flush()
-        return [] if self._is_content or not self._head else [Content(self._head)]
-
-
-class ListSplitter:
+class ListSplitter(CallsSplitter):
     """An answer that the grammar made a list of calls (`tool_choice` required)."""
 
     def __init__(self) -> None:
-        self._calls = _Calls()
+        super().__init__(_LIST, is_inside=True)
+
+
+class LlamaSplitter:
+    """Calls separated by `;` after `<|python_tag|>`, or an answer that begins with `{`."""
+
+    def __init__(self) -> None:
+        self._head = ""
+        self._inner: CallsSplitter | None = None
 
     def push(self, text: str) -> list[Part]:
-        return self._calls.push(text)
+        if self._inner is None:
+            self._head += text
+            if not self._head.strip():
+                return []
+            is_inside = self._head.lstrip().startswith("{")
+            self._inner = CallsSplitter(_LLAMA, is_inside=is_inside)
+            text, self._head = self._head, ""
+        return self._inner.push(text)
 
     def flush(self) -> list[Part]:
-        return self._calls.flush()
+        if self._inner is None:
+            return [Content(self._head)] if self._head else []
+        return self._inner.flush()
 
 
 class NamedSplitter:

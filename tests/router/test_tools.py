@@ -2,11 +2,13 @@
 
 import json
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
 
 from router.parts import (
@@ -18,6 +20,7 @@ from router.parts import (
     LlamaSplitter,
     MistralSplitter,
     NamedSplitter,
+    Part,
     PlainSplitter,
     Reasoning,
     ReasoningSplitter,
@@ -49,14 +52,18 @@ Taken = tuple[str, str, list[tuple[str, str]]]
 
 def taken_apart(splitter: Splitter, text: str, rng: random.Random) -> Taken:
     """Content, reasoning and calls of a text that comes in random pieces."""
-    content, reasoning = "", ""
-    calls: dict[int, tuple[str, str]] = {}
     pieces = []
     while text:
         size = rng.randint(1, 7)
         pieces.append(text[:size])
         text = text[size:]
-    for part in [part for piece in pieces for part in splitter.push(piece)] + splitter.flush():
+    return joined([part for piece in pieces for part in splitter.push(piece)] + splitter.flush())
+
+
+def joined(parts: Sequence[Part]) -> Taken:
+    content, reasoning = "", ""
+    calls: dict[int, tuple[str, str]] = {}
+    for part in parts:
         match part:
             case Content(more):
                 content += more
@@ -74,7 +81,15 @@ def thinking(inner: Callable[[], Splitter], begins_inside: bool) -> Callable[[],
     return lambda: ReasoningSplitter(inner(), begins_inside=begins_inside)
 
 
-CASES: list[tuple[Callable[[], Splitter], str, Taken]] = [
+Case = tuple[Callable[[], Splitter], str, Taken]
+
+
+def kept(make: Callable[[], Splitter], text: str) -> Case:
+    """All of it is content."""
+    return make, text, (text, "", [])
+
+
+CASES: list[Case] = [
     (
         HermesSplitter,
         'Hi <tool_call>\n{"name": "f", "arguments": {"a": "}{\\"", "b": [1,{"c":2}]}}\n</tool_call>'
@@ -82,7 +97,35 @@ CASES: list[tuple[Callable[[], Splitter], str, Taken]] = [
         ("Hi bye <tool", "", [("f", '{"a": "}{\\"", "b": [1,{"c":2}]}'), ("g", '{"x": 1}')]),
     ),
     (HermesSplitter, "a < b <tool> c", ("a < b <tool> c", "", [])),
-    (HermesSplitter, '<tool_call>{"nam": 1}</tool_call>', ('{"nam": 1}', "", [])),
+    kept(HermesSplitter, '<tool_call>{"nam": 1}</tool_call>'),
+    kept(HermesSplitter, "Hello <tool_call>oops no json</tool_call> bye"),
+    kept(HermesSplitter, "text <tool_call>\nI do not know"),
+    kept(HermesSplitter, '<tool_call>{"name": "a\\x", "arguments": {"x": 1}}</tool_call>'),
+    kept(HermesSplitter, '<tool_call>{"name": "a\n", "arguments": {"x": 1}}</tool_call>'),
+    kept(HermesSplitter, '<tool_call>{"name": "\\u12", "arguments": {"x": 1}}</tool_call>'),
+    kept(HermesSplitter, '<tool_call>{"name": "\\ud800", "arguments": {"x": 1}}</tool_call>'),
+    kept(HermesSplitter, '<tool_call>{"arguments": {}, "name": "\\ud800"}</tool_call>'),
+    kept(HermesSplitter, '<tool_call>{"name": "", "arguments": {}}</tool_call>'),
+    kept(HermesSplitter, '<tool_call>{"name": "f", "argum'),
+    kept(HermesSplitter, "<tool_call>" + " " * 300 + '{"name": "f", "arguments": {}}'),
+    (
+        HermesSplitter,
+        '<tool_call>{"name": "a", "arguments": {"x": 1}</tool_call>\n'
+        '<tool_call>{"name": "b", "arguments": {"y": 2}}</tool_call>',
+        ("", "", [("a", '{"x": 1}'), ("b", '{"y": 2}')]),
+    ),
+    (
+        HermesSplitter,
+        '<tool_call>{"name": "a", "arguments": {"x": "<tool_call>"}\n'
+        '<tool_call>{"name": "b", "arguments": {"y": 2}}}</tool_call>',
+        ("", "", [("a", '{"x": "<tool_call>"}'), ("b", '{"y": 2}')]),
+    ),
+    (
+        HermesSplitter,
+        'Say <tool_call> or <tool_call>{"name: <tool_call>{"name": "f", "arguments": {}} so '
+        '</tool_call> and {"x": 1}',
+        ('Say <tool_call> or <tool_call>{"name:  so  and {"x": 1}', "", [("f", "{}")]),
+    ),
     (HermesSplitter, '<tool_call>{"name": "f"}</tool_call>', ("", "", [("f", "{}")])),
     (
         HermesSplitter,
@@ -95,14 +138,32 @@ CASES: list[tuple[Callable[[], Splitter], str, Taken]] = [
         ("", "", [("f", '{"a": 1}'), ("g", "{}")]),
     ),
     (MistralSplitter, '[TOOL_CALLS]f[ARGS]{"a": {"b":1}}', ("", "", [("f", '{"a": {"b":1}}')])),
-    (MistralSplitter, "no [TOOLS]", ("no [TOOLS]", "", [])),
+    (
+        MistralSplitter,
+        'f[TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]g{ "b": {}} [TOOL_CALLS]h[ARGS]{}',
+        ("f", "", [("f", '{"a": 1}'), ("g", '{ "b": {}}'), ("h", "{}")]),
+    ),
+    kept(MistralSplitter, "no [TOOLS]"),
+    kept(MistralSplitter, "hi [TOOL_CALLS]nothing here"),
+    kept(MistralSplitter, "hi [TOOL_CALLS]a set{x}, [TOOL_CALLS]set{x}"),
     (
         LlamaSplitter,
         '<|python_tag|>{"name": "f", "parameters": {"a": 1}}; {"name": "g", "parameters": {}}',
         ("", "", [("f", '{"a": 1}'), ("g", "{}")]),
     ),
-    (LlamaSplitter, '{"answer": 42}', ('{"answer": 42}', "", [])),
-    (LlamaSplitter, " plain", (" plain", "", [])),
+    (
+        LlamaSplitter,
+        '{"name": "f", "parameters": {"a": 1}}\nDone: {"b": 2}',
+        ('\nDone: {"b": 2}', "", [("f", '{"a": 1}')]),
+    ),
+    kept(LlamaSplitter, '{"answer": 42}'),
+    kept(LlamaSplitter, '{"name": "Ann", "age": 42}'),
+    kept(LlamaSplitter, '{"a": 1}\nHere you go, that was JSON. {x} more'),
+    kept(LlamaSplitter, '{"a": 1}, {"b": 2}'),
+    kept(LlamaSplitter, "<|python_tag|>print(1)"),
+    kept(LlamaSplitter, " plain"),
+    kept(LlamaSplitter, " "),
+    kept(ListSplitter, '[{"name": "f", "para'),
     (
         ListSplitter,
         '[{"name": "f", "parameters": {"a": "x"}}, {"name": "g", "parameters": {}}]',
@@ -129,6 +190,39 @@ def test_an_answer_is_taken_apart_however_it_is_cut(
     rng = random.Random(1)
     for _ in range(100):
         assert taken_apart(make(), text, rng) == expected
+
+
+FORMATS = [HermesSplitter, MistralSplitter, LlamaSplitter, ListSplitter]
+SCRAPS = [
+    *("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "<tool_", "[TOOL"),
+    *('{"name": "', 'f"', ', "arguments": ', ', "parameters": ', '{"a": 1}', "{", "}", "[", "]"),
+    *('"', "\\", "\\u12", "\n", " ", ", ", ";", "f", "words ", " " * 257, "{}"),
+]
+CALL_TEXT = '{"name": "f", "arguments": {"a": 1}}'
+
+
+@pytest.mark.parametrize("make", FORMATS)
+@given(scraps=st.lists(st.sampled_from([*SCRAPS, CALL_TEXT]), max_size=24), rng=st.randoms())
+@settings(max_examples=100, deadline=None)
+def test_parts_are_the_same_for_every_way_of_cutting(
+    make: Callable[[], Splitter], scraps: list[str], rng: random.Random
+) -> None:
+    text = "".join(scraps)
+    splitter = make()
+    whole = joined(splitter.push(text) + splitter.flush())
+    assert taken_apart(make(), text, rng) == whole
+    if not whole[2]:
+        assert whole[0] == text
+
+
+@pytest.mark.parametrize("make", FORMATS)
+@given(scraps=st.lists(st.sampled_from(SCRAPS), max_size=24).map("".join), rng=st.randoms())
+@settings(max_examples=100, deadline=None)
+def test_text_without_a_call_stays_content(
+    make: Callable[[], Splitter], scraps: str, rng: random.Random
+) -> None:
+    text = scraps.replace('"name"', '"nam"').replace("f[ARGS]", "[ARGS]").replace("f{", "{")
+    assert taken_apart(make(), text, rng) == (text, "", [])
 
 
 def test_the_parser_is_guessed_from_the_template() -> None:
