@@ -34,17 +34,17 @@ class ToolUse:
         return json_grammar(self._list_schema()) if self.choice == "required" else None
 
     def _list_schema(self) -> dict[str, Any]:
-        definitions: dict[str, Any] = {}
+        definitions = {}
         calls = []
-        for tool in self.tools:
-            parameters = dict(_parameters(tool))
-            definitions |= parameters.pop("$defs", {})
+        for number, tool in enumerate(self.tools):
+            place = f"tool_{number}"
+            definitions[place] = _placed(_parameters(tool), place)
             calls.append(
                 {
                     "type": "object",
                     "properties": {
                         "name": {"const": tool["function"]["name"]},
-                        "parameters": parameters,
+                        "parameters": {"$ref": f"#/$defs/{place}"},
                     },
                     "required": ["name", "parameters"],
                     "additionalProperties": False,
@@ -53,7 +53,46 @@ class ToolUse:
         schema: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"anyOf": calls}}
         if not self.is_parallel:
             schema["maxItems"] = 1
-        return schema | ({"$defs": definitions} if definitions else {})
+        return schema | {"$defs": definitions}
+
+
+_VALUES = ("const", "default", "enum", "example", "examples")
+_NAMED_SCHEMAS = (
+    *("$defs", "definitions", "dependencies"),
+    *("dependentSchemas", "patternProperties", "properties"),
+)
+
+
+def _placed(schema: dict[str, Any], name: str) -> dict[str, Any]:
+    """A schema as `$defs/name` of another document: its references to itself lead there."""
+    own = schema.get("$id")
+    own = own.rstrip("#") if isinstance(own, str) else ""
+
+    def reference(given: Any) -> Any:
+        if not isinstance(given, str):
+            return given
+        inner = given.removeprefix(own)
+        if inner in ("", "#") or inner.startswith("#/"):
+            return f"#/$defs/{name}{inner[1:]}"
+        return f"#{name}.{inner[1:]}" if inner.startswith("#") else given
+
+    def placed(value: Any) -> Any:
+        if isinstance(value, list):
+            return [placed(inner) for inner in value]
+        if not isinstance(value, dict) or isinstance(value.get("$id"), str):
+            return value  # with an identifier it is a document of its own
+        return {key: field(key, inner) for key, inner in value.items()}
+
+    def field(key: str, value: Any) -> Any:
+        if key in ("$ref", "$dynamicRef"):
+            return reference(value)
+        if key in ("$anchor", "$dynamicAnchor") and isinstance(value, str):
+            return f"{name}.{value}"
+        if key in _NAMED_SCHEMAS and isinstance(value, dict):
+            return {inner: placed(schema) for inner, schema in value.items()}
+        return value if key in _VALUES else placed(value)
+
+    return {key: field(key, value) for key, value in schema.items() if key != "$id"}
 
 
 def read_tools(fields: Fields) -> ToolUse | None:

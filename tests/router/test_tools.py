@@ -28,6 +28,7 @@ from router.parts import (
     guessed_tool_parser,
 )
 from router.tokenizer import Tokenizer
+from router.tools import ToolUse
 from tests.router.fake_worker import FakeWorker, tokens
 from tests.router.sse import events, finish_of
 from tests.router.stack import Stack
@@ -312,6 +313,56 @@ def test_required_and_named_tools_become_grammars(model_dir: Path, tokenizer: To
         assert call["function"] == {"name": "get_weather", "arguments": '{"city": "Oslo"}'}
         streamed = streamed_message(stack.chat(**fields, stream=True))
         assert streamed["tool_calls"][0]["arguments"] == '{"city": "Oslo"}'
+
+
+def picky(name: str, values: list[Any], reference: str, **more: Any) -> dict[str, Any]:
+    """A tool whose argument `x` refers to a definition called Item."""
+    parameters: dict[str, Any] = {
+        "type": "object",
+        "properties": {"x": {"$ref": reference}},
+        "required": ["x"],
+        "additionalProperties": False,
+    }
+    where = "definitions" if "definitions" in reference else "$defs"
+    item = {"enum": values, "default": {"$ref": "#"}, "$anchor": "item"}
+    function = {"name": name, "parameters": parameters | {where: {"Item": item}} | more}
+    return {"type": "function", "function": function}
+
+
+@pytest.mark.parametrize(
+    ("reference", "more"),
+    [
+        ("#/$defs/Item", {}),
+        ("#/definitions/Item", {}),
+        ("#item", {}),
+        ("https://tools.example/t#/$defs/Item", {"$id": "https://tools.example/t"}),
+        ("#/$defs/Item", {"$id": "https://tools.example/t#"}),
+    ],
+)
+def test_each_tool_keeps_its_own_definitions(
+    model_dir: Path, reference: str, more: dict[str, Any]
+) -> None:
+    tools = (picky("a", ["red"], reference, **more), picky("b", [1], reference, **more))
+    grammar = ToolUse(tools=tools, choice="required", is_named=False, is_parallel=True).grammar
+    assert grammar is not None
+    for name, good, bad in (("a", '"red"', "1"), ("b", "1", '"red"')):
+        text = f'[{{"name": "{name}", "parameters": {{"x": %s}}}}]'
+        assert accepts(model_dir, grammar, text % good)
+        assert not accepts(model_dir, grammar, text % bad)
+
+
+def test_a_tool_may_refer_to_itself(model_dir: Path) -> None:
+    schema = {
+        "properties": {"$ref": {"type": "integer"}, "child": {"$ref": "#"}},
+        "additionalProperties": {"$ref": "#/properties/$ref"},
+    }
+    tool = {"type": "function", "function": {"name": "tree", "parameters": schema}}
+    use = ToolUse(tools=(tool,), choice="required", is_named=False, is_parallel=True)
+    assert use.grammar is not None
+    text = '[{"name": "tree", "parameters": {"child": {"$ref": 1, "other": %s}}}]'
+    assert accepts(model_dir, use.grammar, text % "2")
+    assert not accepts(model_dir, use.grammar, text % '"2"')
+    assert not accepts(model_dir, use.grammar, '[{"name": "tree", "parameters": {"child": []}}]')
 
 
 @pytest.mark.parametrize(
