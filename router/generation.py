@@ -10,7 +10,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import anyio
 import anyio.to_thread
@@ -52,9 +52,14 @@ from router.prompt_hashes import LARGE_TOKENS
 from router.text_output import Piece, TextOutput, TokenEntry
 from router.tokenizer import Tokenizer
 
+T = TypeVar("T")
+
 DEFAULT_COMPLETION_TOKENS = 16
-MAX_GRAMMAR_THREADS = 2
-MAX_SCORE_BYTES = 8 * 1024 * 1024
+MAX_SCORES = 1024 * 1024
+"""Log-probabilities of prompt tokens in one answer."""
+MAX_THREADS = 4
+LARGE_SCORES = 4096
+"""From so many on they are put together, and written, in a thread."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +110,7 @@ class TextService:
         self._wall_time = wall_time
         self.started_at = self.wall_clock()
         self._draw_bits = draw_bits
-        self._grammar_threads: anyio.CapacityLimiter | None = None
+        self._threads: anyio.CapacityLimiter | None = None
         self._tool_parser = tool_parser
         self._reasoning_parser = reasoning_parser
         markers = REASONING_MARKERS + TOOL_PARSERS[tool_parser][1]
@@ -180,17 +185,19 @@ class TextService:
         InvalidRequest.
         """
         if options.form is not None:
-            if self._grammar_threads is None:
-                self._grammar_threads = anyio.CapacityLimiter(MAX_GRAMMAR_THREADS)
-            grammar = await anyio.to_thread.run_sync(
-                options.form.grammar, limiter=self._grammar_threads
-            )
+            grammar = await self.in_thread(options.form.grammar)
             sampling = dataclasses.replace(options.sampling, grammar=grammar)
             options = dataclasses.replace(options, sampling=sampling)
         for prompt in prompts:
             if len(prompt) >= LARGE_TOKENS:
                 await self._dispatcher.prepare(pack_tokens(prompt), options.cache_salt)
         return options
+
+    async def in_thread(self, work: Callable[[], T]) -> T:
+        """Beside the event loop. Few at a time, since they share the interpreter with it."""
+        if self._threads is None:
+            self._threads = anyio.CapacityLimiter(MAX_THREADS)
+        return await anyio.to_thread.run_sync(work, limiter=self._threads)
 
     # --- generation -------------------------------------------------------------------------------
 
@@ -211,6 +218,7 @@ class TextService:
         n = options.sampling.n
         if len(prompts) * n > MAX_OUTPUTS:
             raise InvalidRequest(f"more than {MAX_OUTPUTS} outputs in one request", param="n")
+        _check_scores(sum(map(len, prompts)) * n, options.sampling.prompt_logprobs)
         limits = [self._max_tokens(len(p), options, default_max_tokens) for p in prompts]
         if not self.fleet.is_ready() and not self.admission.is_draining:
             raise NotReady("; ".join(self.fleet.reasons()), retry_after_s=1.0)
@@ -267,7 +275,6 @@ class TextService:
         limit = self.max_model_len
         # an echo without an answer still computes one token, which nobody sees
         asked = options.max_tokens if options.max_tokens != 0 else 1
-        _check_scores(num_prompt, options.sampling.prompt_logprobs)
         if num_prompt + (asked or 1) > limit:
             wanted = "at least 1 token" if asked is None else f"max_tokens of {asked}"
             raise ContextLengthExceeded(
@@ -318,11 +325,12 @@ def prompt_entries(scores: PromptLogprobs) -> list[ScoredToken]:
     ]
 
 
-def _check_scores(num_prompt: int, num_top: int | None) -> None:
-    """They travel in one message."""
-    if num_top is not None and num_prompt * (num_top + 1) * 8 > MAX_SCORE_BYTES:
+def _check_scores(num_tokens: int, num_top: int | None) -> None:
+    """`num_tokens` counts a prompt once for each of its outputs, as the answer does."""
+    if num_top is not None and num_tokens * (num_top + 1) > MAX_SCORES:
         raise InvalidRequest(
-            f"prompt_logprobs of {num_top} for {num_prompt} prompt tokens are too many at once",
+            f"log-probabilities of {num_tokens} prompt tokens with {num_top} alternatives each are "
+            f"too many for one answer; the limit is {MAX_SCORES}",
             param="prompt_logprobs",
         )
 
@@ -349,6 +357,8 @@ class Generation:
         self._prompts = prompts
         self.prompt_texts: Sequence[str | None] = (None,) * len(prompts)
         """For `echo`: the prompts' texts, where they were given as texts."""
+        self._prompt_scores: dict[int, list[PromptEntry]] = {}
+        self._echoes: dict[int, tuple[str, tuple[TokenEntry, ...]]] = {}
         self._num_prompt_tokens = sum(map(len, prompts))
         self._outputs = [
             TextOutput(
@@ -405,7 +415,7 @@ class Generation:
                 if before is not None:
                     gap(now - before)
                 elif self._options.echo:
-                    found.append(self._echoed(choice))
+                    found.append(await self._echoed(choice))
                 times[choice] = now
                 if self._options.max_tokens == 0:
                     piece = output.end_unseen()
@@ -445,10 +455,13 @@ class Generation:
 
     def prompt_logprobs(self, choice: int) -> list[PromptEntry]:
         """For each prompt token, once a token has come; the first one has none."""
-        found = self._journeys[choice // self._n].prompt_logprobs
-        if found is None:
-            return []
-        return [None, *prompt_entries(found)]
+        index = choice // self._n
+        if index not in self._prompt_scores:
+            found = self._journeys[index].prompt_logprobs
+            if found is None:
+                return []
+            self._prompt_scores[index] = [None, *prompt_entries(found)]
+        return self._prompt_scores[index]
 
     def usage(self) -> Usage:
         return Usage(
@@ -456,6 +469,20 @@ class Generation:
             completion_tokens=sum(output.num_tokens for output in self._outputs),
             cached_tokens=sum(journey.num_cached_tokens for journey in self._journeys),
         )
+
+    async def written(self, pieces: Sequence[Piece], write: Callable[[], bytes]) -> bytes:
+        """What `write` makes of these pieces, in a thread when they carry many scores."""
+        sampling = self._options.sampling
+        num_tokens = 0
+        if sampling.logprobs is not None:
+            num_tokens += sum(len(piece.entries) for piece in pieces)
+        if self._options.prompt_logprobs is not None:
+            num_tokens += self._num_prompt_tokens * self._n
+        if num_tokens * (1 + max(sampling.logprobs or 0, sampling.prompt_logprobs or 0)) < (
+            LARGE_SCORES
+        ):
+            return write()
+        return await self._service.in_thread(write)
 
     def fail(self, error: TandemError) -> None:
         self._inbox.fail(error)
@@ -479,21 +506,32 @@ class Generation:
 
     # --- inside -----------------------------------------------------------------------------------
 
-    def _echoed(self, choice: int) -> Piece:
-        """The prompt as the first piece of an answer."""
-        ids = self.prompt_ids(choice)
-        text = self.prompt_texts[choice // self._n]
+    async def _echoed(self, choice: int) -> Piece:
+        """The prompt as the first piece of an answer. Outputs of one prompt share it."""
+        index = choice // self._n
+        if index not in self._echoes:
+            ids = self._prompts[index]
+            num_scores = len(ids) * (1 + (self._options.sampling.prompt_logprobs or 0))
+            if num_scores < LARGE_SCORES:
+                self._echoes[index] = self._echo(index)
+            else:
+                self._echoes[index] = await self._service.in_thread(lambda: self._echo(index))
+        text, entries = self._echoes[index]
+        return Piece(choice, text, None, entries)
+
+    def _echo(self, index: int) -> tuple[str, tuple[TokenEntry, ...]]:
+        ids = self._prompts[index]
+        text = self.prompt_texts[index]
         if text is None:
             text = self._service.tokenizer.decode(ids)
-        entries: tuple[TokenEntry, ...] = ()
-        if self._options.sampling.logprobs is not None:
-            count = self._options.sampling.logprobs
-            scores = [
-                None if entry is None else entry.logprobs.first(count)
-                for entry in self.prompt_logprobs(choice)
-            ]
-            entries = tuple(zip(ids, scores, strict=True))
-        return Piece(choice, text, None, entries)
+        count = self._options.sampling.logprobs
+        if count is None:
+            return text, ()
+        scores = [
+            None if entry is None else entry.logprobs.first(count)
+            for entry in self.prompt_logprobs(index * self._n)
+        ]
+        return text, tuple(zip(ids, scores, strict=True))
 
     def _admitted(self) -> None:
         if self._has_queued:

@@ -30,6 +30,9 @@ log = logging.getLogger(__name__)
 
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 KEY_IN_SCOPE = "tandem.key"
+_DEPTH = 4
+"""How deep in an answer its long lists (of tokens, of scores) lie."""
+_SLICE = 128
 _TYPES = {401: "authentication_error", 429: "rate_limit_error", 499: "cancelled"}
 
 
@@ -221,3 +224,19 @@ def error_event(error: TandemError) -> bytes:
 def to_json(value: Any) -> bytes:
     """ASCII only: U+2028 and its like would split lines for some clients."""
     return json.dumps(value, separators=(",", ":")).encode("ascii")
+
+
+def large_json(value: Any, depth: int = 0) -> bytes:
+    """The same as `to_json`, but never long at a time: an encoder holds the interpreter until it is
+    through, and other threads (the event loop's) with it.
+    """
+    if isinstance(value, dict) and depth < _DEPTH:
+        return b"{%s}" % b",".join(
+            to_json(name) + b":" + large_json(inner, depth + 1) for name, inner in value.items()
+        )
+    if not isinstance(value, list | tuple) or (depth >= _DEPTH and len(value) <= _SLICE):
+        return to_json(value)
+    if len(value) > _SLICE:
+        slices = [value[i : i + _SLICE] for i in range(0, len(value), _SLICE)]
+        return b"[%s]" % b",".join(to_json(part)[1:-1] for part in slices)
+    return b"[%s]" % b",".join(large_json(inner, depth + 1) for inner in value)

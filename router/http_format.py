@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from common.types import FinishReason, TokenLogprobs
 from router.detokenizer import TokenTexts
 from router.generation import Generation, PromptEntry, Usage
-from router.http_exchange import to_json
+from router.http_exchange import large_json, to_json
 from router.options import Options
 from router.parts import CallArguments, CallBegun, Content, Part, Reasoning, Splitter
 from router.text_output import Piece, TokenEntry
@@ -45,6 +45,11 @@ class Answering:
     splitter: Callable[[], Splitter] | None
     """None: all text is content."""
     new_call_id: Callable[[], str]
+
+    def write(self, body: dict[str, Any]) -> bytes:
+        options = self.options
+        has_scores = options.sampling.logprobs is not None or options.prompt_logprobs is not None
+        return large_json(body) if has_scores else to_json(body)
 
     @property
     def is_named(self) -> bool:
@@ -139,11 +144,11 @@ class ChatFormat:
             "choices": [self._choice(piece) for piece in pieces],
             "usage": usage_object(usage),
         }
-        if answering.options.sampling.prompt_logprobs is not None:
+        if answering.options.prompt_logprobs is not None:
             body["prompt_logprobs"] = prompt_logprobs_object(answering, 0)
         if answering.options.returns_token_ids:
             body["prompt_token_ids"] = answering.generation.prompt_ids(0)
-        return to_json(body)
+        return answering.write(body)
 
     def _choice(self, piece: Piece) -> dict[str, Any]:
         message = message_of(self._answering, piece.text)
@@ -219,7 +224,7 @@ class ChatFormat:
             self._head,
             piece.choice,
             delta,
-            to_json(self._logprobs(piece.entries)) if piece.entries else b"null",
+            large_json(self._logprobs(piece.entries), 3) if piece.entries else b"null",
             ids,
             self._tail,
         )
@@ -285,7 +290,7 @@ class CompletionFormat:
             self._head,
             piece.choice,
             encode_basestring_ascii(piece.text).encode(),
-            to_json(self._logprobs(piece)) if piece.entries else b"null",
+            large_json(self._logprobs(piece), 3) if piece.entries else b"null",
             reason,
             self._ids(piece),
             self._tail,
@@ -297,7 +302,7 @@ class CompletionFormat:
         return self._head + b'],"usage":' + to_json(usage_object(usage)) + b"}\n\n" + DONE
 
     def whole(self, pieces: Sequence[Piece], usage: Usage) -> bytes:
-        return to_json(
+        return self._answering.write(
             {
                 "id": self._id,
                 "object": "text_completion",
@@ -316,7 +321,7 @@ class CompletionFormat:
             "logprobs": self._logprobs(piece),
             "finish_reason": piece.finish_reason,
         }
-        if options.sampling.prompt_logprobs is not None:
+        if options.prompt_logprobs is not None:
             choice["prompt_logprobs"] = prompt_logprobs_object(self._answering, piece.choice)
         if options.returns_token_ids:
             choice["token_ids"] = piece.token_ids
@@ -369,17 +374,21 @@ def prompt_logprobs_object(answering: Answering, choice: int) -> list[dict[str, 
     """As vLLM shows them: for each prompt token the tokens by id, the prompt's own first."""
     ids = answering.generation.prompt_ids(choice)
     entries = answering.generation.prompt_logprobs(choice)
+    count = answering.options.prompt_logprobs or 0
     return [
-        _scored(answering.texts, token_id, entry)
+        _scored(answering.texts, token_id, entry, count)
         for token_id, entry in zip(ids, entries, strict=True)
     ]
 
 
-def _scored(texts: TokenTexts, token_id: int, entry: PromptEntry) -> dict[str, Any] | None:
+def _scored(
+    texts: TokenTexts, token_id: int, entry: PromptEntry, count: int
+) -> dict[str, Any] | None:
     if entry is None:
         return None
     found = {token_id: (entry.logprobs.logprob, entry.rank)}
-    top = zip(entry.logprobs.top_ids, entry.logprobs.top_logprobs, strict=True)
+    logprobs = entry.logprobs.first(count)
+    top = zip(logprobs.top_ids, logprobs.top_logprobs, strict=True)
     for rank, (top_id, logprob) in enumerate(top, start=1):
         found.setdefault(top_id, (logprob, rank))
     return {

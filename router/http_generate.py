@@ -4,7 +4,9 @@ The other endpoints that generate (http_responses.py, http_anthropic.py) differ 
 `format` only.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from starlette.types import Scope
@@ -17,6 +19,7 @@ from router.http_format import Answering, ChatFormat, CompletionFormat, Format
 from router.json_body import shortened
 from router.messages import normalized_messages
 from router.options import MAX_OUTPUTS, Options, read_chat_options, read_completion_options
+from router.text_output import Piece
 
 TIMEOUT_HEADER = "x-request-timeout"
 
@@ -78,7 +81,8 @@ class GenerateEndpoint(Endpoint):
                 await _stream(exchange, generation, form)
             else:
                 pieces = await generation.whole()
-                await exchange.reply(200, form.whole(pieces, generation.usage()))
+                write = partial(form.whole, pieces, generation.usage())
+                await exchange.reply(200, await generation.written(pieces, write))
         finally:
             generation.close()
 
@@ -118,13 +122,18 @@ async def _stream(exchange: Exchange, generation: Generation, form: Format) -> N
     await exchange.start_events()
     events = form.first_events(generation.num_choices)
     while True:
-        events += b"".join(map(form.events, pieces))
+        write = partial(_events, form, pieces)
+        events += await generation.written(pieces, write)
         if generation.is_done:
             break
         await exchange.send_events(events)
         events = b""
         pieces = await generation.pieces()
     await exchange.end_events(events + form.last_events(generation.usage()))
+
+
+def _events(form: Format, pieces: Sequence[Piece]) -> bytes:
+    return b"".join(map(form.events, pieces))
 
 
 class ChatEndpoint(GenerateEndpoint):

@@ -83,6 +83,8 @@ class Options:
     returns_token_ids: bool = False
     tools: ToolUse | None = None
     form: Form | None = None
+    prompt_logprobs: int | None = None
+    """Those that the answer shows beside its text. (`echo` asks workers for its own.)"""
 
     def sampling_for(self, max_tokens: int, seed: int) -> SamplingParams:
         return dataclasses.replace(self.sampling, max_tokens=max_tokens, seed=seed)
@@ -148,7 +150,8 @@ def _read(
         fields.text(name)
     fields.object("metadata")
     _refuse_best_of(fields, n)
-    prompt_logprobs = _prompt_logprobs(fields, stream, logprobs if echo else None)
+    prompt_logprobs = _prompt_logprobs(fields, stream)
+    scored = [c for c in (prompt_logprobs, logprobs if echo else None) if c is not None]
     for name, neutral in unsupported.items():
         fields.unsupported(name, neutral)
     sampling = SamplingParams(
@@ -166,7 +169,7 @@ def _read(
         logprobs=logprobs,
         n=n,
         bad_words=_bad_words(fields, vocabulary),
-        prompt_logprobs=prompt_logprobs,
+        prompt_logprobs=max(scored, default=None),
     )
     form = _form(fields, tools)
     if form is not None and not set(vocabulary.eos_token_ids) <= set(sampling.stop_token_ids):
@@ -187,6 +190,7 @@ def _read(
         echo=echo,
         tools=tools,
         form=form,
+        prompt_logprobs=prompt_logprobs,
         returns_token_ids=fields.boolean("return_token_ids", False),
     )
 
@@ -207,15 +211,14 @@ def _form(fields: Fields, tools: ToolUse | None) -> Form | None:
     return Form(name="tools", source=callable_tools, convert=lambda: tools.grammar or "")
 
 
-def _prompt_logprobs(fields: Fields, stream: bool, echoed: int | None) -> int | None:
-    """How many alternatives for each prompt token: those asked for, or those that `echo` shows."""
+def _prompt_logprobs(fields: Fields, stream: bool) -> int | None:
+    """How many alternatives for each prompt token."""
     wanted = fields.integer("prompt_logprobs", 0, MAX_LOGPROBS)
     if wanted is not None and stream:
         raise InvalidRequest(
             "prompt_logprobs are not available with stream", param="prompt_logprobs"
         )
-    found = [count for count in (wanted, echoed) if count is not None]
-    return max(found) if found else None
+    return wanted
 
 
 def _bad_words(fields: Fields, vocabulary: Vocabulary) -> tuple[tuple[int, ...], ...]:

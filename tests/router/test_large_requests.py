@@ -13,6 +13,7 @@ import pytest
 
 from common.errors import InvalidRequest
 from router.fields import Fields
+from router.http_exchange import large_json, to_json
 from router.options import read_completion_options
 from router.structured import MAX_GRAMMAR_CHARS, Form, json_grammar
 from tests.router.fake_worker import FakeWorker
@@ -90,3 +91,70 @@ def test_tools_that_must_be_called_are_bounded_too(stack: Stack) -> None:
     tools = [{"type": "function", "function": function}]
     response = stack.chat("x", tools=tools, tool_choice="required")
     assert (response.status_code, response.json()["error"]["param"]) == (400, "tools")
+
+
+# --- log-probabilities of prompts -----------------------------------------------------------------
+
+
+def test_scores_count_once_for_each_output(stack: Stack) -> None:
+    prompt = [5] * 3_000
+    fields: dict[str, Any] = {"echo": True, "logprobs": 20, "max_tokens": 0}
+    assert stack.complete(prompt, **fields, n=1).status_code == 200
+    for response in (
+        stack.complete(prompt, **fields, n=20),
+        stack.complete([prompt] * 20, **fields),
+        stack.complete(prompt, prompt_logprobs=20, n=20),
+    ):
+        assert response.status_code == 400
+        assert response.json()["error"]["param"] == "prompt_logprobs"
+
+
+def test_echo_alone_adds_no_prompt_logprobs(stack: Stack) -> None:
+    fields: dict[str, Any] = {"echo": True, "max_tokens": 1}
+    (choice,) = stack.complete("a b c", **fields, logprobs=2).json()["choices"]
+    assert "prompt_logprobs" not in choice
+    assert len(choice["logprobs"]["tokens"]) == 4
+    (choice,) = stack.complete("a b c", **fields, logprobs=2, prompt_logprobs=0).json()["choices"]
+    assert [entry and len(entry) for entry in choice["prompt_logprobs"]] == [None, 1, 1]
+    assert len(choice["logprobs"]["top_logprobs"][1]) >= 2
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_many_scores_are_written_off_the_loop(stack: Stack, stream: bool) -> None:
+    service = stack.router.service
+    threads: list[str] = []
+    texts = service.tokenizer.texts
+
+    class Spy:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(texts, name)
+
+        def visible(self, token_id: int) -> bytes:
+            threads.append(threading.current_thread().name)
+            return texts.visible(token_id)
+
+    service.tokenizer.texts = Spy()  # type: ignore[assignment]
+    try:
+        response = stack.complete(
+            [5] * 1_000, echo=True, logprobs=5, max_tokens=1, n=2, stream=stream
+        )
+    finally:
+        service.tokenizer.texts = texts
+    assert response.status_code == 200
+    loop = stack.do(lambda: threading.current_thread().name)
+    assert len(threads) >= 2_000
+    assert threads.count(loop) <= 2  # the generated tokens, at most
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        None,
+        {"a": [1, "\u2028", None, True], "b": {"c": {"d": {"e": {"f": [1.5, (2, 3)]}}}}},
+        {"choices": [{"logprobs": {"tokens": ["x"] * 1_000, "top": [{"y": 1.0}] * 129}}]},
+        [[1] * 128, [2] * 129, [], {}],
+        (),
+    ],
+)
+def test_large_answers_are_the_same_bytes(value: Any) -> None:
+    assert large_json(value) == to_json(value)
