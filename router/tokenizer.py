@@ -10,6 +10,7 @@ Long texts are encoded in a thread, which lets go of the interpreter; texts that
 the context are refused by their size before that.
 """
 
+import itertools
 import json
 import re
 from collections.abc import Callable
@@ -76,6 +77,9 @@ class Tokenizer:
         if num_chars > max_tokens * self._max_token_bytes:
             raise _too_long(num_chars, self._max_token_bytes, max_tokens)
         given: dict[str, Any] = {"messages": messages} | (variables or {})
+        ending = _Ending(given) if continue_final_message else None
+        if ending is not None:
+            given = ending.chat
         has_control = self._has_control(given)
 
         def work() -> list[int]:
@@ -84,8 +88,8 @@ class Tokenizer:
                 add_generation_prompt=add_generation_prompt,
                 **(given if marked is None else marked.chat),
             )
-            if continue_final_message:
-                text = _without_end(text, (given if marked is None else marked.chat)["messages"])
+            if ending is not None:
+                text = ending.cut(text)
             self._check_size(text, max_tokens)
             if marked is None:
                 return self._encode(text, False)
@@ -151,19 +155,39 @@ class Tokenizer:
         return list(tokenizer.encode(piece, add_special_tokens=False).ids)
 
 
-def _without_end(text: str, messages: list[Message]) -> str:
-    """The chat up to the end of its last message's words, so that the model goes on with them."""
-    content = messages[-1].get("content")
-    if isinstance(content, list):
-        content = content[-1]["text"] if content else ""
-    words = str(content).strip()
-    start = text.rfind(words)
-    if not words or start < 0:
-        raise InvalidRequest(
-            "continue_final_message: the last message's content is not in the rendered chat",
-            param="continue_final_message",
-        )
-    return text[: start + len(words)]
+class _Ending:
+    """Finds the end of the last message's words in the rendered chat, so that the model goes on
+    with them: a mark that occurs nowhere else follows the words.
+    """
+
+    def __init__(self, chat: dict[str, Any]) -> None:
+        """Raises InvalidRequest when there are no words."""
+        *others, last = chat["messages"]
+        content = last.get("content")
+        parts = content if isinstance(content, list) else [{"text": content}]
+        words = parts[-1].get("text") if parts else None
+        if not isinstance(words, str) or not words.strip():
+            raise _no_end("the last message has no words")
+        used = json.dumps(chat, ensure_ascii=False)
+        marks = (f"{_MARKERS[0]}{number}{_MARKERS[1]}" for number in itertools.count())
+        self._mark = next(mark for mark in marks if mark not in used)
+        self._space = words[len(words.rstrip()) :]
+        marked: Any = f"{words}{self._mark} "
+        if isinstance(content, list):
+            marked = [*parts[:-1], {**parts[-1], "text": marked}]
+        self.chat = chat | {"messages": [*others, {**last, "content": marked}]}
+
+    def cut(self, text: str) -> str:
+        """Some templates trim what a message says; the space after the mark tells."""
+        before, mark, after = text.rpartition(self._mark)
+        if not mark:
+            raise _no_end("the last message's content is not in the rendered chat")
+        return before if after.startswith(" ") else before.removesuffix(self._space)
+
+
+def _no_end(reason: str) -> InvalidRequest:
+    param = "continue_final_message"
+    return InvalidRequest(f"{param}: {reason}", param=param)
 
 
 class _Marked:

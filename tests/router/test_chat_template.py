@@ -261,3 +261,40 @@ def test_a_chat_template_that_is_none_is_said_at_start(
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": given}))
     with pytest.raises(ConfigError, match=why):
         load_chat_template(tmp_path)
+
+
+def rendered(tokenizer: Tokenizer, words: Any) -> str:
+    messages = [USER, {"role": "assistant", "content": words}]
+    settings = {"add_generation_prompt": False, "continue_final_message": True}
+    return tokenizer.decode(encode(tokenizer, messages, **settings))
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["d", "<", "|", "im_end", "assistant", "\n", "One, two, ", "x<|im_end|>", "\ue0000\ue001d"],
+)
+def test_the_last_message_is_continued_where_its_words_end(
+    model_dir: Path, tmp_path: Path, words: str
+) -> None:
+    head = "{% for m in messages %}<{{ m.role }}>"
+    plain = with_template(model_dir, tmp_path, head + "{{ m.content }}<im_end>{% endfor %}")
+    if not words.strip():
+        with pytest.raises(InvalidRequest, match="no words"):
+            rendered(load_tokenizer(plain), words)
+        return
+    assert rendered(load_tokenizer(plain), words).endswith(f"<assistant>{words}")
+    trimmed = head + "{{ m.content | trim }}<im_end>{% endfor %}"
+    tokenizer = load_tokenizer(with_template(model_dir, tmp_path / "trimmed", trimmed))
+    assert rendered(tokenizer, words).endswith(f"<assistant>{words.rstrip()}")
+
+
+def test_the_last_part_is_continued_and_changed_words_are_refused(
+    model_dir: Path, tmp_path: Path
+) -> None:
+    tokenizer = load_tokenizer(with_template(model_dir, tmp_path, PARTS))
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "|"}]
+    assert rendered(tokenizer, parts).endswith("assistant:a||")
+    short = "{% for m in messages %}{{ m.content[:2] }}{% endfor %}"
+    tokenizer = load_tokenizer(with_template(model_dir, tmp_path / "short", short))
+    with pytest.raises(InvalidRequest, match="not in the rendered chat"):
+        rendered(tokenizer, "abc")
