@@ -25,7 +25,7 @@ from common.errors import (
     PromptTooLargeForPool,
     TandemError,
 )
-from common.messages import GenerateRequest, pack_tokens
+from common.messages import GenerateRequest, WorkerState, pack_tokens
 from common.model_config import ModelConfig
 from common.types import FinishReason, PromptLogprobs, RequestId, TokenLogprobs
 from router.admission import Admission, Ticket
@@ -140,6 +140,9 @@ class TextService:
 
     async def encode_text(self, text: str) -> list[int]:
         return await self.tokenizer.encode(text, self.max_model_len)
+
+    async def encode_texts(self, texts: Sequence[str]) -> list[list[int]]:
+        return await self.tokenizer.encode_all(texts, self.max_model_len)
 
     async def encode_chat(
         self,
@@ -291,6 +294,16 @@ class TextService:
                 param="prompt",
             )
         room = min(limit, pool) - num_prompt
+        n = options.sampling.n
+        if asked is None and n > 1:
+            states = [w.state for w in self.fleet.linked() if w.can_decode]
+            room = min(room, max((_room_of_each(num_prompt, n, s) for s in states), default=room))
+            if room < 1:
+                raise PromptTooLargeForPool(
+                    f"the prompt has {num_prompt} tokens; the KV pool of a worker cannot hold it "
+                    f"with {n} answers, however idle it is",
+                    param="n",
+                )
         max_tokens = asked if asked is not None else min(room, default or room)
         if options.sampling.min_tokens > max_tokens:
             raise InvalidRequest(
@@ -298,6 +311,19 @@ class TextService:
                 param="min_tokens",
             )
         return max_tokens
+
+
+def _room_of_each(num_prompt: int, n: int, state: WorkerState) -> int:
+    """Tokens that each of `n` answers can have in an idle pool, at least: full blocks of the prompt
+    are shared, all others are each answer's own.
+    """
+    size = state.block_size
+    # a pool has at most 2 + 1/16 exact pages per packed one, and 2 more
+    num_packed = max(state.max_prompt_tokens // size - 1, (state.blocks.total - 2) * 16 // 49)
+    num_shared = num_prompt // size
+    num_exact = 1 if num_shared else n  # first blocks
+    num_own = (num_packed + num_exact - num_shared) // n
+    return (num_shared + num_own) * size - num_prompt
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,6 @@
 """Kind 2: bad input gets a clear 4xx, soon, and nothing else notices (entries B23 to B41)."""
 
+import dataclasses
 import itertools
 import json
 import socket
@@ -13,7 +14,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.router.fake_worker import FakeWorker
+from common.errors import PromptTooLargeForPool
+from common.scheduling.kv_cache import KvCache
+from decode_worker.waiting import WaitingRequests
+from tests.router.fake_worker import FakeWorker, tokens
 from tests.router.kits import K2, NOT_NUMBERS
 from tests.router.stack import Stack
 
@@ -152,6 +156,32 @@ def test_a_prompt_that_can_never_fit_the_pool(model_dir: Path) -> None:
         assert refused(small.complete(ids(60), max_tokens=5))["code"] == "prompt_too_large_for_pool"
         assert small.complete(ids(60), max_tokens=4).status_code == 200
         assert small.chat(ignore_eos=True).json()["usage"]["total_tokens"] == 64
+
+
+@pytest.mark.parametrize(("num_packed", "num_exact"), [(3, 8), (9, 20), (40, 84), (5000, 442)])
+@pytest.mark.parametrize("n", [2, 3, 8])
+def test_several_answers_get_what_the_pool_leaves(
+    model_dir: Path, num_packed: int, num_exact: int, n: int
+) -> None:
+    cache = KvCache(num_packed=num_packed, num_exact=num_exact, block_size=16)
+    waiting = WaitingRequests(cache, max_waiting=8, max_num_seqs=64, max_model_len=2048)
+    room: dict[str, Any] = {"max_prompt_tokens": min(2048, cache.max_tokens), "blocks": cache.load}
+    worker = FakeWorker(script=tokens(100), max_model_len=2048, **room)
+    with Stack(model_dir, worker) as stack:
+        for words in ("short", "long " * 60):
+            response = stack.chat(words, n=n)
+            if response.status_code == 400:
+                assert response.json()["error"]["param"] in ("n", "prompt")
+                continue
+            request = worker.submitted[-1]
+            waiting.check(request)
+            max_tokens = request.sampling.max_tokens
+            if request.num_prompt_tokens + max_tokens < 2048:  # as much as there is
+                longer = dataclasses.replace(request.sampling, max_tokens=max_tokens + 16)
+                with pytest.raises(PromptTooLargeForPool):
+                    waiting.check(dataclasses.replace(request, sampling=longer))
+            else:
+                assert num_packed == 5000
 
 
 # --- parameters -----------------------------------------------------------------------------------
