@@ -144,7 +144,7 @@ def check_answer(tokenizer: Tokenizer, tokens: list[int], reason: FinishReason) 
 
 
 @pytest.mark.parametrize(
-    "count", [16, pytest.param(100, marks=pytest.mark.slow)], ids=["some", "hundred"]
+    "count", [10, pytest.param(100, marks=pytest.mark.slow)], ids=["some", "hundred"]
 )
 def test_every_answer_is_json_of_its_schema(
     model_dir: Path, make_runner: Callable[..., ModelRunner], count: int
@@ -192,17 +192,12 @@ def test_an_answer_goes_on_after_a_loss(
 
     async def work(f: Fleet) -> None:
         client = f.client()
+        whole = (await client.generate(prompt, formed(0))).tokens[0]
+        cuts = (1, 2, 9)
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(client.generate(prompt, formed(s))) for s in range(2)]
-        wholes = [task.result().tokens[0] for task in tasks]
-        cuts = [(seed, cut) for seed in range(2) for cut in (1, 2, 9)]
-        async with asyncio.TaskGroup() as group:
-            rests = [
-                group.create_task(resumed(client, prompt, wholes[seed][:cut], seed))
-                for seed, cut in cuts
-            ]
-        for (seed, cut), rest in zip(cuts, rests, strict=True):
-            assert wholes[seed][:cut] + rest.result() == wholes[seed]
+            rests = [group.create_task(resumed(client, prompt, whole[:cut], 0)) for cut in cuts]
+        for cut, rest in zip(cuts, rests, strict=True):
+            assert whole[:cut] + rest.result() == whole
 
     in_a_fleet(make_runner, work)
 

@@ -82,7 +82,7 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 TestPool = PoolMachine.TestCase
-TestPool.settings = settings(max_examples=200, stateful_step_count=50, deadline=None)
+TestPool.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
 
 
 def test_cached_blocks_are_reclaimed_oldest_release_first() -> None:

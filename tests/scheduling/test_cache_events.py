@@ -53,7 +53,7 @@ class Reader:
     ),
     max_changes=st.integers(1, 6),
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_readers_at_any_pace_see_what_the_pool_holds(
     operations: list[tuple[str, int]], max_changes: int
 ) -> None:
