@@ -4,13 +4,14 @@ What is the same in all events of a stream is encoded once; per token only the t
 are.
 """
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from json.encoder import encode_basestring_ascii
 from typing import Any, Protocol
 
 from common.types import FinishReason, TokenLogprobs
-from router.detokenizer import TokenTexts
+from router.detokenizer import Detokenizer, TokenTexts
 from router.generation import Generation, PromptEntry, Usage
 from router.http_exchange import large_json, to_json
 from router.options import Options
@@ -269,6 +270,49 @@ class ChatFormat:
         }
 
 
+class _Offsets:
+    """Where in the text of a choice each of its tokens begins; parts of one character begin where
+    that does.
+    """
+
+    def __init__(self, texts: TokenTexts, num_prompt: int, prompt: str | None) -> None:
+        """The first `num_prompt` tokens are an echoed prompt, whose text the client may have
+        given.
+        """
+        self._texts = texts
+        self._detokenizer = Detokenizer(texts)
+        self._num_prompt_left = num_prompt
+        self._prompt = prompt
+        self._at = 0
+
+    def push(self, token_id: int) -> int:
+        text = self._detokenizer.push(token_id)
+        begins = self._at
+        with contextlib.suppress(UnicodeDecodeError):
+            # what was held back stands before a token that is text by itself
+            begins += max(0, len(text) - len(self._texts.visible(token_id).decode()))
+        self._at += len(text)
+        if self._num_prompt_left:
+            self._num_prompt_left -= 1
+            self._in_prompt(token_id, text)
+        return begins
+
+    def _in_prompt(self, token_id: int, text: str) -> None:
+        prompt = self._prompt
+        if prompt is not None:
+            # tokens may have added a space at the start, and left out control tokens
+            if self._at == len(text) and text.startswith(" ") and not prompt.startswith(" "):
+                self._at -= 1
+            control = self._texts.raw(token_id).decode("utf-8", "replace")
+            if not self._texts.visible(token_id) and prompt.startswith(control, self._at):
+                self._at += len(control)
+            self._at = min(self._at, len(prompt))
+        if not self._num_prompt_left:
+            held = self._detokenizer.flush()
+            self._at = self._at + len(held) if prompt is None else len(prompt)
+            self._detokenizer = Detokenizer(self._texts)
+
+
 class CompletionFormat:
     def __init__(self, answering: Answering) -> None:
         self._answering = answering
@@ -277,7 +321,8 @@ class CompletionFormat:
         self._head = _event_head(self._id, "text_completion", answering.created, answering.model)
         has_usage = answering.options.include_usage
         self._tail = b'],"usage":null}\n\n' if has_usage else b"]}\n\n"
-        self._offsets: dict[int, int] = {}
+        self._offsets: dict[int, _Offsets] = {}
+        self._told_prompts: set[int] = set()
 
     def first_events(self, num_choices: int) -> bytes:
         return b""
@@ -332,8 +377,8 @@ class CompletionFormat:
         if not self._answering.options.returns_token_ids:
             return b""
         ids = b',"token_ids":' + to_json(piece.token_ids)
-        if piece.choice not in self._offsets:
-            self._offsets[piece.choice] = 0
+        if piece.choice not in self._told_prompts:
+            self._told_prompts.add(piece.choice)
             prompt = self._answering.generation.prompt_ids(piece.choice)
             ids += b',"prompt_token_ids":' + to_json(prompt)
         return ids
@@ -343,12 +388,12 @@ class CompletionFormat:
             return None
         tokens: list[str] = []
         offsets: list[int] = []
-        offset = self._offsets.get(piece.choice, 0)
+        choice_offsets = self._offsets.get(piece.choice)
+        if choice_offsets is None:
+            choice_offsets = self._offsets[piece.choice] = self._new_offsets(piece.choice)
         for token_id, _ in piece.entries:
             tokens.append(token_name(self._texts, token_id))
-            offsets.append(offset)
-            offset += len(self._texts.visible(token_id).decode("utf-8", "ignore"))
-        self._offsets[piece.choice] = offset
+            offsets.append(choice_offsets.push(token_id))
         return {
             "tokens": tokens,
             "token_logprobs": [
@@ -358,6 +403,13 @@ class CompletionFormat:
             "top_logprobs": [self._top(*entry) for entry in piece.entries],
             "text_offset": offsets,
         }
+
+    def _new_offsets(self, choice: int) -> "_Offsets":
+        options, generation = self._answering.options, self._answering.generation
+        if not options.echo:
+            return _Offsets(self._texts, 0, None)
+        prompt = generation.prompt_texts[choice // options.sampling.n]
+        return _Offsets(self._texts, len(generation.prompt_ids(choice)), prompt)
 
     def _top(self, token_id: int, logprobs: TokenLogprobs | None) -> dict[str, float] | None:
         """The alternatives by name, the token itself always among them."""

@@ -2,11 +2,13 @@
 comes back.
 """
 
+import random
 from itertools import chain
 from typing import Any
 
 import pytest
 
+from common.request_checks import checked_tokens
 from router.tokenizer import Tokenizer
 from tests.router.fake_worker import tokens
 from tests.router.sse import events, text_of
@@ -32,6 +34,25 @@ def test_priority_and_salt_travel(stack: Stack) -> None:
     assert submitted(stack, priority=3).priority == -3  # clients: lower is sooner
     assert submitted(stack, cache_salt="tenant-a").cache_salt == "tenant-a"
     assert param_of(stack.complete("a", cache_salt="x" * 300)) == "cache_salt"
+
+
+def test_what_the_router_takes_workers_take_too(stack: Stack, tokenizer: Tokenizer) -> None:
+    size = stack.router.service.vocabulary.size
+    for priority in (-(2**31), 2**31):
+        worker = stack.workers[0]
+        request = submitted(stack, priority=priority)
+        assert request.priority == -priority
+        checked_tokens(request, size)
+        assert param_of(stack.complete("a", priority=priority * 2)) == "priority"
+        stack.do(worker.reset)
+    words = ["".join(random.Random(i).choices("0123456789", k=256)) for i in range(256)]
+    assert param_of(stack.complete("a", bad_words=words)) == "bad_words"
+    checked_tokens(submitted(stack, bad_words=words[:64]), size)
+
+
+def test_no_top_logprobs_are_nothing_that_is_asked(stack: Stack) -> None:
+    assert stack.chat("a", top_logprobs=0, max_tokens=1).json()["choices"][0]["logprobs"] is None
+    assert param_of(stack.chat("a", top_logprobs=1)) == "top_logprobs"
 
 
 def test_bad_words_are_banned_at_the_start_and_after_a_space(
@@ -116,6 +137,29 @@ def test_b17_echo_of_text_and_of_ids(stack: Stack, tokenizer: Tokenizer, stream:
             assert [text_of(events(response), i) for i in (0, 1)] == ["a b ca b c"] * 2
         else:
             assert [c["text"] for c in response.json()["choices"]] == ["a b ca b c"] * 2
+
+
+@pytest.mark.parametrize("text", ["🦙🦙 hi", "a<|im_end|>🦙 b", " 漢字\u0301x", "ABC"])
+@pytest.mark.parametrize("as_ids", [False, True])
+def test_offsets_are_positions_in_the_text(
+    stack: Stack, tokenizer: Tokenizer, text: str, as_ids: bool
+) -> None:
+    ids = tokenizer.encode_words(text)
+    prompt = ids if as_ids else text
+    fields: dict[str, Any] = {"echo": True, "logprobs": 1, "max_tokens": 12}
+    fields["return_token_ids"] = True
+    choice = stack.complete(prompt, **fields).json()["choices"][0]
+    logprobs, shown = choice["logprobs"], choice["text"]
+    offsets = logprobs["text_offset"]
+    assert offsets == sorted(offsets)
+    assert offsets[len(ids)] == len(tokenizer.decode(ids) if as_ids else text)
+    for token, offset in zip(logprobs["tokens"], offsets, strict=True):
+        if not token.startswith(("bytes:", "<|")):
+            assert shown.startswith(token, offset)
+    first, *more = events(stack.complete(prompt, **fields, stream=True))
+    streamed = [c["choices"][0]["logprobs"] for c in (first, *more)]
+    assert [*chain(*(part["text_offset"] for part in streamed if part))] == offsets
+    assert first["choices"][0]["prompt_token_ids"] == choice["prompt_token_ids"]
 
 
 @pytest.mark.parametrize("max_tokens", [0, 1, 3])
