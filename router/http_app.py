@@ -24,15 +24,18 @@ from router.fields import Fields
 from router.fleet import Fleet, Worker
 from router.generation import TextService
 from router.http_anthropic import CountTokens, MessagesEndpoint
-from router.http_exchange import KEY_IN_SCOPE, Endpoint, Exchange, error_body
+from router.http_exchange import KEY_IN_SCOPE, Endpoint, Exchange, error_body, large_json
 from router.http_generate import ChatEndpoint, CompletionEndpoint, chat_prompt
 from router.http_protocol import HalfCloseProtocol
 from router.http_responses import ResponsesEndpoint
-from router.json_body import shortened
+from router.json_body import is_within, shortened
 from router.kserve_generate import Generate, GenerateStream
 from router.openapi import document
 
+MAX_DETOKENIZED = 262_144
+"""Token ids, where the context does not hold more of them."""
 _KEEP_ALIVE_S = 75
+_LARGE = 2048
 _WITHOUT_KEY = ("/health", "/ready", "/v2/health/live", "/v2/health/ready")
 
 
@@ -196,7 +199,12 @@ class _TokenizerCall(Endpoint):
         body = await exchange.json_object(self._max_body_bytes)
         fields = Fields(body)
         self._service.check_model(fields.text("model"))
-        await exchange.reply_json(200, await self.result(fields))
+        result = await self.result(fields)
+        if is_within(result, _LARGE):
+            await exchange.reply_json(200, result)
+        else:
+            written = await self._service.in_thread(partial(large_json, result))
+            await exchange.reply(200, written)
 
     async def result(self, fields: Fields) -> dict[str, Any]:
         raise NotImplementedError
@@ -229,9 +237,19 @@ class Detokenize(_TokenizerCall):
     """The text of token ids, special tokens left out."""
 
     async def result(self, fields: Fields) -> dict[str, Any]:
-        ids = fields.token_ids("tokens", fields.take("tokens"), self._service.vocabulary.size)
+        service = self._service
+        given = fields.take("tokens")
         fields.finish()
-        return {"prompt": self._service.tokenizer.decode(ids)}
+        limit = max(MAX_DETOKENIZED, service.max_model_len)
+        if isinstance(given, list) and len(given) > limit:
+            raise fields.wrong("tokens", f"must hold at most {limit} token ids", len(given))
+
+        def decode() -> str:
+            ids = fields.token_ids("tokens", given, service.vocabulary.size)
+            return service.tokenizer.decode(ids)
+
+        is_large = isinstance(given, list) and len(given) > _LARGE
+        return {"prompt": await service.in_thread(decode) if is_large else decode()}
 
 
 def model_object(service: TextService) -> dict[str, Any]:

@@ -216,7 +216,7 @@ async def completion_prompts(service: TextService, fields: Fields, given: Any) -
     if isinstance(given[0], str | list) and len(given) > MAX_OUTPUTS:
         raise fields.wrong("prompt", f"must hold at most {MAX_OUTPUTS} prompts", len(given))
     if all(isinstance(prompt, str) for prompt in given):
-        return [await service.encode_text(prompt) for prompt in given]
+        return await service.encode_texts(given)
     size = service.vocabulary.size
     if all(isinstance(prompt, list) for prompt in given):
         return [fields.token_ids("prompt", prompt, size) for prompt in given]

@@ -75,6 +75,25 @@ def _check_surrogates(value: dict[str, Any]) -> None:
         raise InvalidRequest("a string holds half of a surrogate pair") from None
 
 
+def is_within(value: Any, limit: int) -> bool:
+    """Whether JSON of `value` has up to about `limit` characters. Looks no further than that."""
+    num_chars = 0
+    waiting = [value]
+    while waiting:
+        inner = waiting.pop()
+        num_chars += 2
+        if isinstance(inner, str):
+            num_chars += len(inner)
+        elif isinstance(inner, dict | list | tuple):
+            num_chars += 2 * len(inner)
+            if num_chars <= limit:
+                waiting.extend(inner)
+                waiting.extend(inner.values() if isinstance(inner, dict) else ())
+        if num_chars > limit:
+            return False
+    return True
+
+
 def shortened(value: object) -> str:
     """`value` as a message may show it."""
     shown = repr(value)

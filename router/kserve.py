@@ -166,7 +166,7 @@ async def read_infer(
     fields = Fields(values | {"return_token_ids": True})
     options = read_completion_options(fields, service.vocabulary)
     fields.finish()
-    prompts = [await service.encode_text(text) for text in text_input.values]
+    prompts = await service.encode_texts(text_input.values)
     options = await service.checked(options, prompts)
     return InferCall(prompts=prompts, options=options)
 

@@ -17,7 +17,7 @@ from llguidance import LLMatcher, grammar_from
 
 from common.errors import InvalidRequest, UnsupportedParameter
 from router.fields import Fields
-from router.json_body import shortened
+from router.json_body import is_within, shortened
 
 MAX_GRAMMAR_CHARS = 256 * 1024
 MAX_CHOICES = 4096
@@ -39,7 +39,7 @@ class Form:
         """Takes long for a large one: not for an event loop. Raises InvalidRequest with the
         compiler's reason.
         """
-        if not _is_within(self.source, MAX_GRAMMAR_CHARS):
+        if not is_within(self.source, MAX_GRAMMAR_CHARS):
             raise self._too_large("")
         try:
             grammar = self.convert()
@@ -90,25 +90,6 @@ def json_grammar(schema: dict[str, Any], whitespace: str | None = None) -> str:
         form = {"whitespace_pattern": whitespace}
     grammar: str = LLMatcher.grammar_from_json_schema(schema, defaults=form)  # type: ignore[arg-type]
     return grammar
-
-
-def _is_within(source: Any, limit: int) -> bool:
-    """Whether JSON of `source` has up to about `limit` characters. Looks no further than that."""
-    num_chars = 0
-    waiting = [source]
-    while waiting:
-        value = waiting.pop()
-        num_chars += 2
-        if isinstance(value, str):
-            num_chars += len(value)
-        elif isinstance(value, dict | list | tuple):
-            num_chars += 2 * len(value)
-            if num_chars <= limit:
-                waiting.extend(value)
-                waiting.extend(value.values() if isinstance(value, dict) else ())
-        if num_chars > limit:
-            return False
-    return True
 
 
 def _schema_form(name: str, schema: dict[str, Any], whitespace: str | None = None) -> Form:

@@ -13,9 +13,9 @@ the context are refused by their size before that.
 import itertools
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import anyio
 import anyio.to_thread
@@ -24,10 +24,13 @@ from tokenizers import Tokenizer as HfTokenizer
 from common.errors import ConfigError, ContextLengthExceeded, InvalidRequest
 from router.chat_template import ChatTemplate, Message, load_chat_template
 from router.detokenizer import Detokenizer, TokenTexts
+from router.json_body import is_within
+
+T = TypeVar("T")
 
 _THREAD_FROM_CHARS = 2_000
-_MARKERS = "".join(map(chr, range(0xE000, 0xE100)))
-"""Private-use characters; two that a chat does not contain mark control tokens in it."""
+_MARKERS = "\ue000\ue001"
+"""What the mark behind a message that is continued is made of."""
 
 
 class Tokenizer:
@@ -56,8 +59,19 @@ class Tokenizer:
         """Token ids of `text`. Raises ContextLengthExceeded when it must be longer than
         `max_tokens`.
         """
-        self._check_size(text, max_tokens)
-        return await self._run(len(text), lambda: self._encode(text, add_special_tokens))
+        (found,) = await self.encode_all([text], max_tokens, add_special_tokens=add_special_tokens)
+        return found
+
+    async def encode_all(
+        self, texts: Sequence[str], max_tokens: int, *, add_special_tokens: bool = True
+    ) -> list[list[int]]:
+        """Those of several texts, each of which may have up to `max_tokens`."""
+        for text in texts:
+            self._check_size(text, max_tokens)
+        return await self._run(
+            sum(map(len, texts)) >= _THREAD_FROM_CHARS,
+            lambda: [self._encode(text, add_special_tokens) for text in texts],
+        )
 
     def encode_words(self, text: str) -> list[int]:
         """Of a few words, as they would stand inside a text."""
@@ -84,9 +98,9 @@ class Tokenizer:
 
         def work() -> list[int]:
             marked = _Marked.around(given, self._control) if has_control else None
+            chat = given if marked is None else marked.chat
             text = self.template.render(
-                add_generation_prompt=add_generation_prompt,
-                **(given if marked is None else marked.chat),
+                chat["messages"], chat | {"add_generation_prompt": add_generation_prompt}
             )
             if ending is not None:
                 text = ending.cut(text)
@@ -95,7 +109,8 @@ class Tokenizer:
                 return self._encode(text, False)
             return self._encode_pieces(marked.split(text))
 
-        return await self._run(_THREAD_FROM_CHARS if has_control else num_chars, work)
+        is_large = has_control or not is_within(given, _THREAD_FROM_CHARS)
+        return await self._run(is_large, work)
 
     def decode(self, token_ids: list[int]) -> str:
         detokenizer = Detokenizer(self.texts)
@@ -111,8 +126,8 @@ class Tokenizer:
         if num_bytes > max_tokens * self._max_token_bytes:
             raise _too_long(num_bytes, self._max_token_bytes, max_tokens)
 
-    async def _run(self, num_chars: int, work: Callable[[], list[int]]) -> list[int]:
-        if num_chars < _THREAD_FROM_CHARS:
+    async def _run(self, is_large: bool, work: Callable[[], T]) -> T:
+        if not is_large:
             return work()
         if self._threads is None:
             self._threads = anyio.CapacityLimiter(2)
@@ -190,6 +205,12 @@ def _no_end(reason: str) -> InvalidRequest:
     return InvalidRequest(f"{param}: {reason}", param=param)
 
 
+def _private_characters() -> Iterator[int]:
+    return itertools.chain(
+        range(0xE000, 0xF900), range(0xF0000, 0xFFFFE), range(0x100000, 0x10FFFE)
+    )
+
+
 class _Marked:
     """A chat whose control tokens are wrapped in two characters that occur nowhere else in it."""
 
@@ -200,7 +221,12 @@ class _Marked:
     @classmethod
     def around(cls, chat: dict[str, Any], control: re.Pattern[str]) -> "_Marked":
         used = set(json.dumps(chat, ensure_ascii=False))
-        start, end = [c for c in _MARKERS if c not in used][:2]
+        free = (mark for mark in map(chr, _private_characters()) if mark not in used)
+        start, end = next(free, None), next(free, None)
+        if start is None or end is None:
+            raise InvalidRequest(
+                "the chat holds all of Unicode's private characters", param="messages"
+            )
 
         def mark(value: Any) -> Any:
             if isinstance(value, str):

@@ -2,13 +2,16 @@
 long is done in a thread.
 """
 
+import copy
 import dataclasses
 import json
 import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import anyio
 import pytest
 
 from common.errors import InvalidRequest
@@ -16,6 +19,7 @@ from router.fields import Fields
 from router.http_exchange import large_json, to_json
 from router.options import read_completion_options
 from router.structured import MAX_GRAMMAR_CHARS, Form, json_grammar
+from router.tokenizer import Tokenizer
 from tests.router.fake_worker import FakeWorker
 from tests.router.stack import Stack
 
@@ -158,3 +162,48 @@ def test_many_scores_are_written_off_the_loop(stack: Stack, stream: bool) -> Non
 )
 def test_large_answers_are_the_same_bytes(value: Any) -> None:
     assert large_json(value) == to_json(value)
+
+
+# --- texts and token ids --------------------------------------------------------------------------
+
+
+def test_prompts_count_together(tokenizer: Tokenizer) -> None:
+    threads: list[str] = []
+
+    def note(text: str, add_special_tokens: bool) -> list[int]:
+        threads.append(threading.current_thread().name)
+        return [len(text)]
+
+    spied = copy.copy(tokenizer)
+    spied._encode = note  # type: ignore[method-assign]
+    own = threading.current_thread().name
+    assert anyio.run(spied.encode_all, ["x" * 1_900], 10_000) == [[1_900]]
+    assert threads == [own]
+    threads.clear()
+    assert anyio.run(spied.encode_all, ["x" * 1_900] * 3, 10_000) == [[1_900]] * 3
+    assert own not in threads
+    threads.clear()
+    tools = {"tools": ["x" * 5_000]}
+    anyio.run(partial(spied.encode_chat, variables=tools), [{"role": "user", "content": "a"}], 999)
+    assert own not in threads
+
+
+def test_lists_of_texts_are_what_their_texts_are(stack: Stack) -> None:
+    texts = ["a b c " * 100, "d", "e f " * 400]
+    together = stack.complete(texts, max_tokens=2, return_token_ids=True).json()["choices"]
+    for text, choice in zip(texts, together, strict=True):
+        (alone,) = stack.complete(text, max_tokens=2, return_token_ids=True).json()["choices"]
+        assert alone["prompt_token_ids"] == choice["prompt_token_ids"]
+
+
+def test_detokenize_is_bounded_and_off_the_loop(stack: Stack) -> None:
+    response = stack.http.post("/detokenize", json={"tokens": [5] * 300_000})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "tokens")
+    assert "262144" in response.json()["error"]["message"]
+    few = stack.http.post("/detokenize", json={"tokens": [5] * 10}).json()["prompt"]
+    many = stack.http.post("/detokenize", json={"tokens": [5] * 5_000}).json()["prompt"]
+    assert many == few * 500
+    wrong = stack.http.post("/detokenize", json={"tokens": [*[5] * 5_000, -1]})
+    assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "tokens")
+    tokens = stack.http.post("/tokenize", json={"prompt": "a " * 2_000}).json()
+    assert tokens["count"] == len(tokens["tokens"]) > 2_000
