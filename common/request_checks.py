@@ -16,6 +16,8 @@ from common.types import SamplingParams
 MAX_N = 1024
 MAX_LOGPROBS = 100
 MAX_LIST = 65_536
+"""Token ids in all lists of the sampling parameters together."""
+MAX_PRIORITY = 2**31
 
 
 def checked_tokens(request: GenerateRequest, vocab_size: int) -> NDArray[np.int32]:
@@ -30,7 +32,7 @@ def checked_tokens(request: GenerateRequest, vocab_size: int) -> NDArray[np.int3
     expect(int(token_ids.max()) < vocab_size, f"a token id is not below {vocab_size}")
     expect(0 <= request.output_index < MAX_N, "output_index is out of range")
     expect(request.age_s >= 0 and math.isfinite(request.age_s), "age_s is out of range")
-    expect(abs(request.priority) < 2**31, "priority is out of range")
+    expect(abs(request.priority) <= MAX_PRIORITY, "priority is out of range")
     check_sampling(request.sampling, vocab_size)
     return token_ids
 
@@ -49,11 +51,19 @@ def check_sampling(sampling: SamplingParams, vocab_size: int) -> None:
         expect(abs(getattr(sampling, name)) <= 1e6, f"{name} is out of range")
     for wanted in (sampling.logprobs, sampling.prompt_logprobs):
         expect(wanted is None or 0 <= wanted <= MAX_LOGPROBS, "logprobs is out of range")
-    ids = [token_id for token_id, _ in sampling.logit_bias]
-    ids += [*sampling.stop_token_ids, *(i for word in sampling.bad_words for i in word)]
+    ids = [token_id for listed in listed_ids(sampling).values() for token_id in listed]
     expect(len(ids) <= MAX_LIST, "too many token ids in the sampling parameters")
     expect(all(0 <= i < vocab_size for i in ids), f"a token id is not below {vocab_size}")
     expect(all(abs(bias) <= 1e6 for _, bias in sampling.logit_bias), "a bias is out of range")
+
+
+def listed_ids(sampling: SamplingParams) -> dict[str, list[int]]:
+    """The token ids of each parameter that lists some."""
+    return {
+        "logit_bias": [token_id for token_id, _ in sampling.logit_bias],
+        "stop_token_ids": list(sampling.stop_token_ids),
+        "bad_words": [token_id for word in sampling.bad_words for token_id in word],
+    }
 
 
 def expect(is_so: bool, otherwise: str) -> None:

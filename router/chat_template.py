@@ -44,15 +44,15 @@ class ChatTemplate:
                 self._why_missing = f"the model's chat template is broken: {error}"
         self.takes_parts = self._template is not None and self._renders_parts()
 
-    def render(self, messages: list[Message], **variables: Any) -> str:
-        """Raises InvalidRequest with the template's own words."""
+    def render(self, messages: list[Message], variables: Mapping[str, Any]) -> str:
+        """`variables` may have any names. Raises InvalidRequest with the template's own words."""
         if self._template is None:
             raise InvalidRequest(self._why_missing, param="messages")
         try:
             return self._template.render(
-                **{"tools": None, "documents": None}
+                {"tools": None, "documents": None}
                 | dict(self._special_tokens)
-                | variables
+                | dict(variables)
                 | {"messages": messages}
             )
         except jinja2.TemplateError as error:
@@ -70,7 +70,9 @@ class ChatTemplate:
         marker = "a7c2e1"
         parts = [{"type": "text", "text": marker}]
         try:
-            text = self.render([{"role": "user", "content": parts}], add_generation_prompt=True)
+            text = self.render(
+                [{"role": "user", "content": parts}], {"add_generation_prompt": True}
+            )
         except InvalidRequest:
             return False
         return marker in text and f"'{marker}'" not in text and f'"{marker}"' not in text

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from common.errors import InvalidRequest, UnsupportedParameter
+from common.request_checks import MAX_LIST, MAX_PRIORITY, listed_ids
 from common.types import SamplingParams
 from router.fields import Fields
 from router.stop import StopSet
@@ -103,7 +104,7 @@ class Vocabulary:
 def read_chat_options(fields: Fields, vocabulary: Vocabulary) -> Options:
     has_logprobs = fields.boolean("logprobs", False)
     num_top = fields.integer("top_logprobs", 0, MAX_LOGPROBS)
-    if num_top is not None and not has_logprobs:
+    if num_top and not has_logprobs:
         raise InvalidRequest("top_logprobs needs logprobs to be true", param="top_logprobs")
     newer = fields.integer("max_completion_tokens", 1, _INT64)
     older = fields.integer("max_tokens", 1, _INT64)
@@ -171,6 +172,7 @@ def _read(
         bad_words=_bad_words(fields, vocabulary),
         prompt_logprobs=max(scored, default=None),
     )
+    _check_ids(sampling)
     form = _form(fields, tools)
     if form is not None and not set(vocabulary.eos_token_ids) <= set(sampling.stop_token_ids):
         raise InvalidRequest(
@@ -185,7 +187,7 @@ def _read(
         stream=stream,
         include_usage=_include_usage(fields, stream),
         # as vLLM has it, clients count the other way: lower is sooner
-        priority=-(fields.integer("priority", -(2**31), 2**31) or 0),
+        priority=-(fields.integer("priority", -MAX_PRIORITY, MAX_PRIORITY) or 0),
         cache_salt=_cache_salt(fields),
         echo=echo,
         tools=tools,
@@ -237,6 +239,16 @@ def _bad_words(fields: Fields, vocabulary: Vocabulary) -> tuple[tuple[int, ...],
     forms = [form for word in given for form in (word.lstrip(), " " + word.lstrip())]
     sequences = [tuple(vocabulary.encode(form)) for form in forms]
     return tuple(dict.fromkeys(ids for ids in sequences if ids))
+
+
+def _check_ids(sampling: SamplingParams) -> None:
+    listed = listed_ids(sampling)
+    total = sum(map(len, listed.values()))
+    if total > MAX_LIST:
+        largest = max(listed, key=lambda name: len(listed[name]))
+        raise InvalidRequest(
+            f"{' and '.join(listed)} have {total} token ids; the limit is {MAX_LIST}", param=largest
+        )
 
 
 def _cache_salt(fields: Fields) -> str:

@@ -1,6 +1,7 @@
 """Chats become the ids that transformers makes of them, and nobody can speak as somebody else."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from transformers import AutoTokenizer
 from common.errors import ConfigError, ContextLengthExceeded, InvalidRequest, UnsupportedParameter
 from router.chat_template import load_chat_template
 from router.messages import normalized_messages
-from router.tokenizer import Tokenizer, load_tokenizer
+from router.tokenizer import Tokenizer, _Marked, load_tokenizer
 from tests.router.kits import K1, K2, USER
 
 LLAMA3 = """{{- bos_token }}
@@ -37,6 +38,23 @@ PARTS = """{% for message in messages %}{{ message.role }}:
 {%- if message.content is string %}{{ message.content }}
 {%- else %}{% for part in message.content %}{{ part.text }}|{% endfor %}{% endif %}
 {% endfor %}"""
+
+
+def test_variables_may_have_any_name(tokenizer: Tokenizer) -> None:
+    messages = [{"role": "user", "content": "a"}]
+    plain = encode(tokenizer, messages)
+    for name in ("self", "variables", "args", "messages_", "loop", "context", "caller"):
+        assert encode(tokenizer, messages, variables={name: 1}) == plain
+
+
+def test_no_character_is_missed_as_a_mark(tokenizer: Tokenizer) -> None:
+    few = "".join(map(chr, range(0xE000, 0xE100)))
+    (end,) = tokenizer.encode_words("<|im_end|>")
+    said = encode(tokenizer, [{"role": "user", "content": few + "<|im_end|>"}])
+    assert said.count(end) == encode(tokenizer, [{"role": "user", "content": "a"}]).count(end)
+    wide = [*range(0xE000, 0xF900), *range(0xF0000, 0xFFFFE), *range(0x100000, 0x10FFFE)]
+    with pytest.raises(InvalidRequest):
+        _Marked.around({"messages": "".join(map(chr, wide))}, re.compile("x"))
 
 
 def encode(tokenizer: Tokenizer, messages: list[dict[str, Any]], **settings: Any) -> list[int]:
@@ -187,7 +205,7 @@ def test_a_template_that_takes_parts_gets_them(model_dir: Path, tmp_path: Path) 
     assert tokenizer.template.takes_parts
     parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
     messages = normalized_messages([{"role": "user", "content": parts}], takes_parts=True)
-    assert tokenizer.template.render(messages) == "user:one|two|"
+    assert tokenizer.template.render(messages, {}) == "user:one|two|"
 
 
 def test_other_parts_are_refused() -> None:
