@@ -3,7 +3,6 @@
 A request is put into the words of a chat and takes the same road; only the answer's form differs.
 """
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,7 +16,15 @@ from router.http_exchange import Endpoint, Exchange, to_json
 from router.http_format import Answering, Format, message_of
 from router.http_generate import Ask, GenerateEndpoint, read_chat
 from router.json_body import shortened
-from router.parts import CallArguments, CallBegun, Content, Part, PlainSplitter, Reasoning
+from router.parts import (
+    CallArguments,
+    CallBegun,
+    Content,
+    Part,
+    PlainSplitter,
+    Reasoning,
+    parsed_arguments,
+)
 from router.text_output import Piece
 
 _INT64 = 2**63
@@ -297,12 +304,16 @@ class MessagesFormat:
             blocks.append({"type": "thinking", "thinking": found.reasoning, "signature": ""})
         if found.content:
             blocks.append({"type": "text", "text": found.content})
+        has_calls = False
         for call in found.calls:
-            given = _arguments(call.arguments)
+            given = parsed_arguments(call.arguments)
+            if given is None:
+                continue  # nobody should run half a call
+            has_calls = True
             blocks.append(
                 {"type": "tool_use", "id": self._call_id(), "name": call.name, "input": given}
             )
-        reason = stop_reason(piece, bool(found.calls))
+        reason = stop_reason(piece, has_calls)
         return to_json(self._message(blocks, reason, piece.stop, usage_object(usage)))
 
     def _call_id(self) -> str:
@@ -343,15 +354,6 @@ def usage_object(usage: Usage) -> dict[str, Any]:
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": usage.cached_tokens,
     }
-
-
-def _arguments(text: str) -> dict[str, Any]:
-    """Arguments that were cut off are none."""
-    try:
-        found = json.loads(text or "{}")
-    except (ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def _event(kind: str, **values: Any) -> bytes:

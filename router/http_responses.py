@@ -15,7 +15,15 @@ from router.http_exchange import to_json
 from router.http_format import Answering, Format, message_of
 from router.http_generate import Ask, GenerateEndpoint, read_chat
 from router.json_body import shortened
-from router.parts import CallArguments, CallBegun, Content, Part, PlainSplitter, Reasoning
+from router.parts import (
+    CallArguments,
+    CallBegun,
+    Content,
+    Part,
+    PlainSplitter,
+    Reasoning,
+    parsed_arguments,
+)
 from router.text_output import Piece
 
 _INT64 = 2**63
@@ -30,7 +38,6 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "truncation": ("disabled",),
 }
 _CHAT_ONLY = ("messages", "n", "best_of", "stream_options", "max_tokens", "max_completion_tokens")
-_NOT_SENT_BACK = ("reasoning", "item_reference")
 
 
 class ResponsesEndpoint(GenerateEndpoint):
@@ -87,7 +94,12 @@ def _messages(given: Any) -> list[dict[str, Any]]:
             output = item.get("output")
             call_id = item.get("call_id")
             found.append({"role": "tool", "tool_call_id": call_id, "content": output})
-        elif kind not in _NOT_SENT_BACK:
+        elif kind == "item_reference":
+            raise UnsupportedParameter(
+                f"{where} refers to an item of an earlier answer, but none is kept: send the item",
+                param=where,
+            )
+        elif kind != "reasoning":  # earlier thoughts are not part of the prompt
             raise UnsupportedParameter(
                 f"{where} is of type {shortened(kind)}, which is not supported", param=where
             )
@@ -144,6 +156,18 @@ class _Item:
     call_id: str = ""
     name: str = ""
     texts: list[str] = field(default_factory=list)
+    is_cut: bool = False
+
+    @property
+    def status(self) -> str:
+        """Of one that nothing more comes for."""
+        return "incomplete" if self.is_cut else "completed"
+
+    def end(self, is_cut: bool) -> None:
+        """A call is as complete as its arguments."""
+        if self.kind == "function_call":
+            is_cut = parsed_arguments(self.text) is None
+        self.is_cut = is_cut
 
     @property
     def text(self) -> str:
@@ -188,7 +212,9 @@ class ResponsesFormat:
             parts = parts + self._splitter.flush()
             self._reason = piece.finish_reason
         found = b"".join(map(self._part_events, parts))
-        return found if piece.finish_reason is None else found + self._close()
+        if piece.finish_reason is None:
+            return found
+        return found + self._close(is_cut=piece.finish_reason is FinishReason.LENGTH)
 
     def last_events(self, usage: Usage) -> bytes:
         status = self._status()
@@ -230,10 +256,11 @@ class ResponsesFormat:
             "response.content_part.added", content_index=0, part=_text_part("")
         )
 
-    def _close(self) -> bytes:
+    def _close(self, *, is_cut: bool = False) -> bytes:
         item = self._open
         if item is None:
             return b""
+        item.end(is_cut)
         found = b""
         if item.kind == "message":
             done = {"content_index": 0, "text": item.text, "logprobs": []}
@@ -245,12 +272,12 @@ class ResponsesFormat:
             found = self._item_event(
                 "response.reasoning_text.done", content_index=0, text=item.text
             )
-        else:
+        elif not item.is_cut:
             found = self._item_event(
                 "response.function_call_arguments.done", name=item.name, arguments=item.text
             )
         self._open = None
-        shown = item.object("completed")
+        shown = item.object(item.status)
         return found + self._event("response.output_item.done", output_index=item.index, item=shown)
 
     def _item_event(self, kind: str, **values: Any) -> bytes:
@@ -276,6 +303,9 @@ class ResponsesFormat:
         for call in message.calls:
             item = self._new_item("function_call", call.name)
             item.texts.append(call.arguments)
+        for item in self._items:
+            is_last = item is self._items[-1]
+            item.end(is_last and piece.finish_reason is FinishReason.LENGTH)
         return to_json(self._response(self._status(), usage))
 
     def _new_item(self, kind: str, name: str = "") -> _Item:
@@ -306,7 +336,7 @@ class ResponsesFormat:
             "max_output_tokens": answering.options.max_tokens,
             "metadata": fields.take("metadata") or {},
             "model": answering.model,
-            "output": [item.object("completed") for item in self._items if usage is not None],
+            "output": [item.object(item.status) for item in self._items if usage is not None],
             "parallel_tool_calls": answering.options.tools is None
             or answering.options.tools.is_parallel,
             "previous_response_id": None,

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Protocol
+from typing import Any, Protocol
 
 MAX_HEAD_CHARS = 4096
 """A call whose name has not come by then is read as a whole."""
@@ -545,6 +545,15 @@ REASONING_PARSERS = {"qwen3": False, "deepseek_r1": True}
 """By name: whether an answer begins with reasoning even when nothing says so."""
 
 REASONING_MARKERS = ("<think>", "</think>")
+
+
+def parsed_arguments(text: str) -> dict[str, Any] | None:
+    """A call's arguments; None when they were cut off or are none."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
 
 
 def guessed_tool_parser(template: str) -> str:

@@ -31,6 +31,11 @@ def caller(model_dir: Path, tokenizer: Tokenizer) -> Iterator[Stack]:
         yield running
 
 
+def cut_room(tokenizer: Tokenizer) -> int:
+    """Tokens of an answer that ends within the arguments of its call."""
+    return len(tokenizer.encode_words(f"Well. {CALL}".partition("UTC")[0]))
+
+
 def named_events(response: Any) -> list[tuple[str, dict[str, Any]]]:
     """Each event's name, which its data repeats, and the data."""
     assert response.headers["content-type"] == "text/event-stream"
@@ -120,6 +125,24 @@ def test_tools_and_results_in_a_response(caller: Stack) -> None:
     ]
 
 
+def test_a_cut_call_is_no_complete_item(caller: Stack, tokenizer: Tokenizer) -> None:
+    room = cut_room(tokenizer)
+    fields: dict[str, Any] = {"tools": [FLAT_TOOL], "max_output_tokens": room}
+    body = respond(caller, **fields).json()
+    message, call = body["output"]
+    assert body["status"] == "incomplete"
+    assert (message["status"], call["status"]) == ("completed", "incomplete")
+    assert call["arguments"].startswith('{"zone')
+    events = named_events(respond(caller, **fields, stream=True))
+    assert "response.function_call_arguments.done" not in [kind for kind, _ in events]
+    done = [d["item"]["status"] for kind, d in events if kind == "response.output_item.done"]
+    assert done == ["completed", "incomplete"]
+    shown = [item["status"] for item in events[-1][1]["response"]["output"]]
+    assert shown == done
+    whole = respond(caller, tools=[FLAT_TOOL], max_output_tokens=64).json()
+    assert [item["status"] for item in whole["output"]] == ["completed", "completed"]
+
+
 def test_a_response_of_a_schema(teller: Stack) -> None:
     form = {"type": "json_schema", "name": "n", "schema": {"type": "object"}}
     assert respond(teller, text={"format": form}).status_code == 200
@@ -133,6 +156,7 @@ def test_a_response_of_a_schema(teller: Stack) -> None:
         {"input": []},
         {"input": [5]},
         {"input": [{"type": "image"}]},
+        {"input": [{"role": "user", "content": "x"}, {"type": "item_reference", "id": "msg_1"}]},
         {"previous_response_id": "resp_1"},
         {"background": True},
         {"max_output_tokens": 0},
@@ -216,6 +240,18 @@ def test_tools_and_results_in_messages(caller: Stack) -> None:
     starts = [d["content_block"]["type"] for k, d in found if k == "content_block_start"]
     assert starts == ["text", "tool_use"]
     assert message(caller, **fields, tool_choice={"type": "any"}).status_code == 200
+
+
+def test_a_cut_call_cannot_be_run(caller: Stack, tokenizer: Tokenizer) -> None:
+    fields: dict[str, Any] = {"tools": [CLOCK], "max_tokens": cut_room(tokenizer)}
+    body = message(caller, **fields).json()
+    assert body["stop_reason"] == "max_tokens"
+    assert body["content"] == [{"type": "text", "text": "Well. "}]
+    found = named_events(message(caller, **fields, stream=True))
+    inputs = [d["delta"].get("partial_json", "") for k, d in found if k == "content_block_delta"]
+    with pytest.raises(json.JSONDecodeError):
+        json.loads("".join(inputs))
+    assert found[-2][1]["delta"]["stop_reason"] == "max_tokens"
 
 
 def test_an_assistants_words_are_continued(teller: Stack) -> None:
