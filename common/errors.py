@@ -44,6 +44,18 @@ class ContextLengthExceeded(InvalidRequest):
     code = "context_length_exceeded"
 
 
+class GrammarFailed(InvalidRequest):
+    """The grammar that the answer must follow compiles, but cannot be followed: it has no end, or
+    needs more than a matcher may use.
+    """
+
+    code = "grammar_failed"
+
+    @classmethod
+    def because(cls, reason: str) -> "GrammarFailed":
+        return cls(f"the output's grammar cannot be followed: {reason}")
+
+
 class PromptTooLargeForPool(InvalidRequest):
     """The prompt and its answer can never fit the KV pool of a worker, however idle it is."""
 

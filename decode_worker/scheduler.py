@@ -19,11 +19,7 @@ from collections import Counter
 import numpy as np
 from numpy.typing import NDArray
 
-from common.errors import (
-    DeadlineExceeded,
-    InternalError,
-    Preempted,
-)
+from common.errors import DeadlineExceeded, Preempted
 from common.messages import GenerateRequest
 from common.scheduling.block_hash import HashChain
 from common.scheduling.finish import finish_reason
@@ -454,7 +450,7 @@ class BatchScheduler:
             if prompt is None:
                 continue
             if chunk.key in failed:
-                self._fail(chunk.key, facts)
+                self._fail(chunk.key, result, facts)
                 continue
             entry = self._entries[chunk.key.rpartition("/")[0]]
             end = chunk.start + chunk.num_tokens
@@ -471,7 +467,7 @@ class BatchScheduler:
                 self._run_if_ready(entry)
         for key in plan.decodes:
             if key in failed:
-                self._fail(key, facts)
+                self._fail(key, result, facts)
                 continue
             output = self._running.get(key)
             if output is not None:
@@ -481,16 +477,11 @@ class BatchScheduler:
             row += 1
         return facts
 
-    def _fail(self, key: OutputKey, facts: Facts) -> None:
+    def _fail(self, key: OutputKey, result: StepResult, facts: Facts) -> None:
         entry = self._entries.get(key.rpartition("/")[0])
         if entry is not None:
             self._end(entry, facts)
-            facts.failed.append(
-                (
-                    entry.request.request_id,
-                    InternalError("the model's output is not finite for this request"),
-                )
-            )
+            facts.failed.append((entry.request.request_id, result.failure(key)))
 
     def _computed(self, output: Output) -> None:
         """The output's last known token is in the cache now."""

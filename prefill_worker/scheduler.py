@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from common.errors import ContextLengthExceeded, PromptTooLargeForPool
+from common.errors import ContextLengthExceeded, PromptTooLargeForPool, TandemError
 from common.scheduling.kv_cache import KvCache
 from common.scheduling.plan import PageKind, PrefillChunk, StepPlan, StepResult, TagOrder
 from common.scheduling.prompt_queue import Prompt, PromptQueue
@@ -39,9 +39,10 @@ class PromptComputed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptFailed:
-    """The model gave no usable logits for this prompt."""
+    """The model gave no usable logits for this prompt, or the grammar of its answer gave up."""
 
     key: OutputKey
+    error: TandemError
 
 
 Fact = ChunkComputed | PromptComputed | PromptFailed
@@ -197,7 +198,7 @@ class PrefillScheduler:
             if self._queue.get(chunk.key) is not None:
                 self._queue.remove(chunk.key)
             self._free(prompt)
-            return [PromptFailed(key=chunk.key)]
+            return [PromptFailed(key=chunk.key, error=result.failure(chunk.key))]
         chain = self._chains[chunk.key]
         end = chunk.start + chunk.num_tokens
         prompt.logprobs += [part for key, part in result.prompt_logprobs if key == chunk.key]

@@ -20,7 +20,6 @@ import anyio
 from common.clock import Clock
 from common.errors import (
     Draining,
-    InternalError,
     MalformedMessage,
     PrefillLost,
     PullFailed,
@@ -193,8 +192,7 @@ class PrefillService:
                     ),
                 )
             case PromptFailed() if handoff is not None:
-                error = InternalError("the model's output is not finite for this prompt")
-                self._on(handoff, PromptLost(error=error))
+                self._on(handoff, PromptLost(error=fact.error))
 
     # --- hand-offs --------------------------------------------------------------------------------
 

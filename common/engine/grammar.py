@@ -23,6 +23,7 @@ from common.types import OutputKey
 MAX_COMPILED = 64
 """Grammars kept compiled, the least recently used one goes first."""
 
+MAX_REASON_CHARS = 300
 MAX_THREADS = 8
 
 
@@ -83,6 +84,11 @@ class GrammarTable:
         """The grammar cannot be used, or was left: tokens sampled under it mean nothing."""
         matcher = self._matchers.get(key)
         return matcher is not None and matcher.is_error()
+
+    def failure(self, key: OutputKey) -> str:
+        """Why it has failed, in few words."""
+        reason = self._matchers[key].get_error()
+        return " ".join(reason.split())[:MAX_REASON_CHARS]
 
     def begin(self, keys: Sequence[OutputKey]) -> Pending | None:
         """Masks for the next tokens of these outputs; None when none of them has a grammar."""

@@ -5,6 +5,7 @@ that a pull has brought. Decisions are the scheduler's: the runner allocates not
 nothing. It is one rank of a group of size 1.
 """
 
+import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -194,11 +195,14 @@ class ModelRunner:
         keys = (
             tuple(chunk.key for chunk in finished for _ in range(chunk.num_outputs)) + plan.decodes
         )
+        failures: tuple[tuple[OutputKey, str], ...] = ()
         if len(self._grammars):
-            is_good = [not self._grammars.has_failed(key) for key in keys]
-            sampled = replace(sampled, is_finite=sampled.is_finite & np.array(is_good))
+            is_bad = [self._grammars.has_failed(key) for key in keys]
+            sampled = replace(sampled, is_finite=sampled.is_finite & ~np.array(is_bad))
+            lost = dict.fromkeys(itertools.compress(keys, is_bad))
+            failures = tuple((key, self._grammars.failure(key)) for key in lost)
         self._record(keys, rows, sampled, repeats)
-        return _Outcome(keys=keys, sampled=sampled, scores=scores)
+        return _Outcome(keys=keys, sampled=sampled, scores=scores, failed_grammars=failures)
 
     def _record(
         self,
@@ -277,6 +281,7 @@ class _Outcome:
     keys: tuple[OutputKey, ...] = ()
     sampled: Sampled | None = None
     scores: tuple[tuple[OutputKey, PromptLogprobs], ...] = ()
+    failed_grammars: tuple[tuple[OutputKey, str], ...] = ()
 
 
 def _scores(batch: StepBatch, logits: torch.Tensor) -> tuple[tuple[OutputKey, PromptLogprobs], ...]:
@@ -317,6 +322,7 @@ def _result(step: int, outcome: _Outcome, duration_s: float) -> StepResult:
         token_ids=tuple(token for _, token, _ in good),
         logprobs=tuple(logprobs for _, _, logprobs in good),
         failed=tuple(dict.fromkeys(bad)),
+        failed_grammars=outcome.failed_grammars,
         prompt_logprobs=outcome.scores,
         duration_s=duration_s,
     )

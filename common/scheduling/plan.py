@@ -21,6 +21,7 @@ from enum import IntEnum
 import numpy as np
 from numpy.typing import NDArray
 
+from common.errors import GrammarFailed, InternalError, TandemError
 from common.types import BlockId, OutputKey, PromptLogprobs, SamplingParams, TokenLogprobs
 
 
@@ -120,7 +121,8 @@ class StepResult:
     decodes in order.
 
     A prompt with `num_outputs` > 1 appears that many times under the chunk's key, in output order.
-    `failed` names outputs whose logits were not finite; they have no row in the columns.
+    `failed` names outputs whose logits were not finite, or whose grammar gave up; they have no row
+    in the columns.
     """
 
     step: int
@@ -128,9 +130,18 @@ class StepResult:
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs | None, ...] = ()
     failed: tuple[OutputKey, ...] = ()
+    failed_grammars: tuple[tuple[OutputKey, str], ...] = ()
+    """Those of `failed` whose grammar gave up, and why."""
     prompt_logprobs: tuple[tuple[OutputKey, PromptLogprobs], ...] = ()
     """For each chunk whose request asks for them."""
     duration_s: float = 0.0
+
+    def failure(self, key: OutputKey) -> TandemError:
+        """Why an output of `failed` has failed."""
+        for name, reason in self.failed_grammars:
+            if name == key:
+                return GrammarFailed.because(reason)
+        return InternalError("the model's output is not finite for this request")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

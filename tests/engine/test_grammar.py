@@ -125,6 +125,18 @@ def test_a_matcher_follows_its_output_and_is_rebuilt_from_it(
 def test_a_grammar_that_cannot_be_used_fails_its_output(table: GrammarTable) -> None:
     table.start("one", LLMatcher.grammar_from_regex("a(b"), [])
     assert table.has_failed("one")
+    assert table.failure("one")
+
+
+def test_a_grammar_without_an_end_says_why(table: GrammarTable) -> None:
+    grammar = LLMatcher.grammar_from_lark("start: start")
+    assert not LLMatcher.validate_grammar(grammar)  # it compiles
+    table.start("one", grammar, [])
+    pending = table.begin(["one"])
+    if pending is not None:
+        pending.masks([1])
+    assert table.has_failed("one")
+    assert 0 < len(table.failure("one")) <= 300
 
 
 def test_masks_are_repeated_for_the_outputs_of_a_prompt(table: GrammarTable) -> None:

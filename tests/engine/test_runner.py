@@ -1,11 +1,14 @@
 """The runner carries out plans: outputs, tags, landings, failures."""
 
+from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from common.engine.grammar import GrammarTable
 from common.engine.runner import ModelRunner, Runner
 from common.errors import ConfigError
 from common.pages import PageTag, checksum
@@ -17,7 +20,7 @@ from common.scheduling.plan import (
     StepPlan,
     TagOrder,
 )
-from common.types import SamplingParams, output_seed
+from common.types import OutputKey, SamplingParams, output_seed
 from tests.engine.conftest import MakeRunner
 from tests.engine.driver import Driver
 
@@ -281,6 +284,33 @@ def test_a_request_with_damaged_kv_fails_alone(tiny_runner: MakeRunner) -> None:
     alone.add("good", PROMPT, max_tokens=6)
     alone.run()
     assert driver.tokens["good"] == alone.tokens["good"]
+
+
+class GivenUp(GrammarTable):
+    """One whose matcher for `bad` has given up."""
+
+    def __len__(self) -> int:
+        return 1
+
+    def begin(self, keys: Sequence[OutputKey]) -> None:
+        return None
+
+    def has_failed(self, key: OutputKey) -> bool:
+        return key == "bad"
+
+    def failure(self, key: OutputKey) -> str:
+        return "too complex"
+
+
+def test_a_request_whose_grammar_gives_up_fails_alone(tiny_runner: MakeRunner) -> None:
+    driver = Driver(tiny_runner())
+    driver.runner._grammars = GivenUp(Path("none"), vocab_size=1, eos_token_ids=[0])
+    driver.add("good", PROMPT, max_tokens=2)
+    driver.add("bad", PROMPT[::-1], max_tokens=2)
+    result = driver.step()
+    assert (result.keys, result.failed) == (("good",), ("bad",))
+    assert result.failed_grammars == (("bad", "too complex"),)
+    assert result.failure("bad").code == "grammar_failed"
 
 
 def test_logprobs_come_when_asked_for(tiny_runner: MakeRunner) -> None:

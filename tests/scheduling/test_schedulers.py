@@ -448,11 +448,27 @@ def test_pages_are_handed_out_before_the_samples_are_there() -> None:
     s.check_invariants()
 
 
+def test_a_grammar_that_gives_up_is_the_requests_own_failure() -> None:
+    s, plan = prefill_scheduler(list(range(10)))
+    [stored] = s.stored(plan)
+    why = (("a", "too complex"),)
+    result = StepResult(step=plan.step, failed=("a",), failed_grammars=why)
+    [failed] = s.apply(plan, result, 0.0)
+    assert isinstance(failed, PromptFailed)
+    assert (failed.error.code, failed.error.http_status) == ("grammar_failed", 400)
+    assert "grammar" in failed.error.message
+    assert "too complex" in failed.error.message
+    s.release((page.kind, page.block_id) for page in stored.pages)
+    s.check_invariants()
+
+
 def test_a_prompt_that_fails_after_its_pages_were_handed_out_is_not_found_again() -> None:
     tokens = list(range(10))
     s, plan = prefill_scheduler(tokens)
     [stored] = s.stored(plan)
-    assert s.apply(plan, StepResult(step=plan.step, failed=("a",)), 0.0) == [PromptFailed(key="a")]
+    [failed] = s.apply(plan, StepResult(step=plan.step, failed=("a",)), 0.0)
+    assert isinstance(failed, PromptFailed)
+    assert (failed.key, failed.error.code) == ("a", "internal_error")
     s.release((page.kind, page.block_id) for page in stored.pages)
     s.check_invariants()
     add_prompt(s, "again", tokens)
