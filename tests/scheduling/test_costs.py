@@ -1,10 +1,11 @@
-"""What decisions cost, guarded with room to spare: processor time, medians, and memory that does
-not grow. `python -m bench scheduler` has the numbers.
+"""What decisions cost, guarded with much room to spare: lines executed, processor time, and memory
+that does not grow. `python -m bench scheduler` has the numbers.
 """
 
-import statistics
+import sys
 import time
 import tracemalloc
+from types import FrameType
 
 from bench.scheduler import measure
 from common.scheduling.step_fit import StepFit
@@ -20,29 +21,38 @@ def test_b133_a_plan_is_cheap_and_does_not_depend_on_how_many_wait() -> None:
     busy = measure(5_000, LARGE_POOL, num_steps=60)
     # 256 running; measured 70 us, and 25 us on a prefill worker
     assert busy.plan_s < 600e-6
-    assert busy.plan_s < 2 * idle.plan_s
+    # a cost for each one that waits would show as hundreds of times
+    assert busy.plan_s < 5 * idle.plan_s
     assert busy.admit_s < 100e-6
     assert busy.apply_s < 2e-3
-    assert busy.prefill_plan_s < 2 * idle.prefill_plan_s
+    assert busy.prefill_plan_s < 5 * idle.prefill_plan_s
 
 
-def steps_s(s: BatchScheduler, count: int) -> float:
-    """The median of admit, plan and apply together."""
-    times = []
+def lines_of_steps(s: BatchScheduler, count: int) -> int:
+    """Lines of Python that admit, plan and apply execute together: no clock, so no noise."""
+    num_lines = 0
+
+    def trace(frame: FrameType, event: str, _: object) -> object:
+        nonlocal num_lines
+        num_lines += event == "line"
+        return trace
+
     for _ in range(count):
-        began = time.thread_time()
-        s.admit(0.0)
-        plan, _ = s.plan(0.0)
-        assert plan is not None
-        s.apply(plan, null_step(plan), 0.0)
-        times.append(time.thread_time() - began)
-    return statistics.median(times)
+        sys.settrace(trace)  # type: ignore[arg-type]
+        try:
+            s.admit(0.0)
+            plan, _facts = s.plan(0.0)
+            assert plan is not None
+            s.apply(plan, null_step(plan), 0.0)
+        finally:
+            sys.settrace(None)
+    return num_lines
 
 
 def test_b144_requests_that_wait_for_pages_cost_no_step_anything() -> None:
     """Two run; 500 have been admitted and wait for their hand-offs."""
 
-    def with_pulls(num_pulls: int) -> float:
+    def with_pulls(num_pulls: int) -> int:
         s = batch_scheduler(
             num_packed=20_000, num_exact=4000, max_num_seqs=1000, max_waiting=1000,
             is_colocated=False,
@@ -57,9 +67,9 @@ def test_b144_requests_that_wait_for_pages_cost_no_step_anything() -> None:
         while s.num_decodes < 2:
             step(s, 0.0)
         assert s.num_running == 2 + num_pulls
-        return steps_s(s, 200)
+        return lines_of_steps(s, 20)
 
-    assert with_pulls(500) < 1.5 * with_pulls(0)
+    assert with_pulls(500) < 1.1 * with_pulls(0)
 
 
 def test_b143_nothing_is_left_of_requests_that_have_ended() -> None:
