@@ -1,7 +1,6 @@
 """The router's index of prefix caches, against a naive model."""
 
 import random
-import time
 
 import pytest
 from hypothesis import settings
@@ -140,7 +139,5 @@ def test_a_match_looks_at_the_chain_only(num_workers: int, num_hashes: int) -> N
             return super().get(key, default)
 
     index._holders = Counting(index._holders)
-    started = time.process_time()
     assert index.match(map(name, range(1000))) == {0: 100}
     assert Counting.count == 101
-    assert time.process_time() - started < 0.1

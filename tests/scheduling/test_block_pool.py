@@ -119,10 +119,10 @@ def test_b142_every_operation_touches_one_block(num_blocks: int) -> None:
         pool.name(block, number.to_bytes(16, "little"))
         pool.release(block)
     assert pool.num_cached == num_blocks
-    started = time.process_time()
+    started = time.thread_time()
     for _ in range(1_000):
         pool.allocate()
-    assert time.process_time() - started < 0.5
+    assert time.thread_time() - started < 0.5
     assert pool.num_cached == num_blocks - 1_000
 
 
