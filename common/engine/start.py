@@ -22,6 +22,7 @@ from common.engine.runner import ModelRunner, Runner, load_runner
 from common.errors import ConfigError
 from common.model_config import ModelConfig
 from common.pages import PageLayout, codec_named
+from common.pool_size import ACTIVATION_SHARE, PoolSize, landing_of, pool_of, pool_within
 from common.scheduling.plan import LandingMove, LandingResult, StepPlan, StepResult
 from common.worker import LoopCall
 
@@ -34,11 +35,6 @@ share it.
 
 MAX_CPU_BLOCKS = 4096
 DEFAULT_GPU_SHARE = 0.9
-ACTIVATION_SHARE = 0.08
-"""Margin for activations and graph capture."""
-
-PULLS_AT_ONCE = 4
-"""The landing zone holds two chunks for each of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,14 +80,15 @@ def plan_memory(config: WorkerConfig, model: ModelConfig) -> Sizes:
         )
     layout = page_layout(config, model)
     num_blocks = config.kv_blocks or _default_blocks(config, layout, device)
-    num_exact = min(2 * config.max_num_seqs, 2 * num_blocks) + num_blocks // 16 + 2
-    pulls = config.role == "decode"
-    landing = 2 * PULLS_AT_ONCE * -(-config.max_chunk_tokens // config.block_size)
+    pool = pool_of(num_blocks, config.max_num_seqs)
+    landing = PoolSize(num_packed=0, num_exact=0)
+    if config.role == "decode":
+        landing = landing_of(config.max_chunk_tokens, config.block_size)
     return Sizes(
-        num_blocks=num_blocks,
-        num_exact=num_exact,
-        num_landing_packed=landing if pulls else 0,
-        num_landing_exact=4 * PULLS_AT_ONCE if pulls else 0,
+        num_blocks=pool.num_packed,
+        num_exact=pool.num_exact,
+        num_landing_packed=landing.num_packed,
+        num_landing_exact=landing.num_exact,
         max_model_len=config.max_model_len or model.max_position_embeddings,
         device=device,
     )
@@ -149,8 +146,7 @@ def _default_blocks(config: WorkerConfig, layout: PageLayout, device: str) -> in
     weights = sum(path.stat().st_size for path in Path(config.model).glob("*.safetensors"))
     share = config.gpu_memory_utilization or DEFAULT_GPU_SHARE
     budget = min(free, int(total * share)) - weights - int(total * ACTIVATION_SHARE)
-    exact = (2 * config.max_num_seqs + 2) * layout.exact_page_bytes
-    num_blocks = (budget - exact) // (layout.packed_page_bytes + layout.exact_page_bytes // 16)
-    if num_blocks < 64:
+    pool = pool_within(budget, layout, config.max_num_seqs)
+    if pool is None or pool.num_packed < 64:
         raise ConfigError("the GPU has too little memory for this model; lower --max-num-seqs")
-    return num_blocks
+    return pool.num_packed

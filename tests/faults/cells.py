@@ -104,23 +104,33 @@ class Trigger(EventLog):
             strike()
 
     def _is_reached(self, event: str, fields: dict[str, Any]) -> bool:
-        match self.phase:
-            case Phase.QUEUED:
-                return event == "handoff_began"
-            case Phase.FIRST_CHUNK:
-                return event == "chunk_started" and fields["start"] == 0
-            case Phase.MIDDLE_CHUNK:
-                return event == "chunk_started" and fields["start"] == 2 * CHUNK_TOKENS
-            case Phase.LAST_CHUNK:
-                return event == "chunk_started" and fields["start"] == 4 * CHUNK_TOKENS
-            case Phase.FIRST_TOKEN:
-                return event == "first_tokens_arrived"
-            case Phase.LANDED:
-                if event == "pages_read":
-                    self._num_pages_read += int(str(fields["num_pages"]))
-                return event == "pages_read" and self._num_pages_read == -(-len(PROMPT) // 16)
-            case _:
-                return False
+        if event == "pages_read":
+            self._num_pages_read += int(str(fields["num_pages"]))
+        num_left = -(-len(PROMPT) // 16) - self._num_pages_read
+        return is_reached(self.phase, event, fields, CHUNK_TOKENS, num_left)
+
+
+def is_reached(
+    phase: Phase, event: str, fields: dict[str, Any], chunk_tokens: int, num_pages_left: int
+) -> bool:
+    """Whether a worker's event is the one at which a request of four chunks and a bit reaches the
+    phase. (While it decodes, the client counts tokens.)
+    """
+    match phase:
+        case Phase.QUEUED:
+            return event == "handoff_began"
+        case Phase.FIRST_CHUNK:
+            return event == "chunk_started" and fields["start"] == 0
+        case Phase.MIDDLE_CHUNK:
+            return event == "chunk_started" and fields["start"] == 2 * chunk_tokens
+        case Phase.LAST_CHUNK:
+            return event == "chunk_started" and fields["start"] == 4 * chunk_tokens
+        case Phase.FIRST_TOKEN:
+            return event == "first_tokens_arrived"
+        case Phase.LANDED:
+            return event == "pages_read" and num_pages_left <= 0
+        case _:
+            return False
 
 
 class Router:

@@ -13,7 +13,6 @@ import signal
 import sys
 import tempfile
 import threading
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,6 +45,7 @@ class Matrix:
         self.c = c
         self.folder = folder
         self.salt = 0
+        self.waking = threading.Thread()
         self.canary = self.sing()
 
     def sing(self) -> str:
@@ -84,7 +84,8 @@ class Matrix:
         if fault is Fault.DISCONNECT:
             stream.leave()
         if fault in STOPS:
-            threading.Timer(STOPS[fault], self.resume).start()
+            self.waking = threading.Timer(STOPS[fault], self.resume)
+            self.waking.start()
         if fault in (Fault.RESTART, Fault.RESTART_D):
             self.bring_back()
 
@@ -102,7 +103,7 @@ class Matrix:
 
     def judge(self, stream: Stream, prompt: list[int], fault: Fault) -> Outcome:
         if fault in STOPS:
-            time.sleep(max(0.0, STOPS[fault] - (time.monotonic() - stream.times[0])))
+            self.waking.join()
         self.bring_back()
         self.c.wait_for_workers(4)
         with self.c.served() as served:

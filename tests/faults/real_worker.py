@@ -27,7 +27,7 @@ from decode_worker.service import DecodeService
 from kvtransfer.nixl_transport import NixlTransport
 from kvtransfer.transport import ReadEnd
 from tests.fakes.fleet import flip_a_byte, make_stale
-from tests.faults.cells import Fault, Phase
+from tests.faults.cells import Fault, Phase, is_reached
 
 CHUNK_TOKENS = 256
 DELAY_S, EXHAUST_S = 1.5, 1.0
@@ -44,24 +44,6 @@ SIGNALS = {
 }
 INSIDE_D = (Fault.DROP, Fault.DELAY, Fault.CORRUPT, Fault.STALE, Fault.EXHAUST)
 """Done by the decode worker to itself."""
-
-
-def is_reached(phase: Phase, event: str, fields: dict[str, Any], num_pages_left: int) -> bool:
-    match phase:
-        case Phase.QUEUED:
-            return event == "handoff_began"
-        case Phase.FIRST_CHUNK:
-            return event == "chunk_started" and fields["start"] == 0
-        case Phase.MIDDLE_CHUNK:
-            return event == "chunk_started" and fields["start"] == 2 * CHUNK_TOKENS
-        case Phase.LAST_CHUNK:
-            return event == "chunk_started" and fields["start"] == 4 * CHUNK_TOKENS
-        case Phase.FIRST_TOKEN:
-            return event == "first_tokens_arrived"
-        case Phase.LANDED:
-            return event == "pages_read" and num_pages_left <= 0
-        case _:
-            return False  # the client counts tokens
 
 
 def strike(folder: Path, fault: Fault) -> None:
@@ -116,7 +98,7 @@ class Harness:
         except (FileNotFoundError, ValueError):
             return
         num_left = armed["num_pages"] - self.num_pages_read
-        if not is_reached(Phase(armed["phase"]), event, fields, num_left):
+        if not is_reached(Phase(armed["phase"]), event, fields, CHUNK_TOKENS, num_left):
             return
         try:
             (self.folder / "armed").rename(self.folder / "struck")
