@@ -85,6 +85,8 @@ class _Request:
     last_token: dict[int, float] = field(default_factory=dict)
     num_tokens: int = 0
     was_admitted: bool = False
+    reason: str = "abort"
+    """How it ended: an output's finish reason, error, or abort."""
 
 
 class DecodeService:
@@ -207,6 +209,9 @@ class DecodeService:
             request = self._requests[request_id]
             rows.setdefault(request.session, []).append(row)
             self._observe_token(request, facts.output_indices[row], now)
+            reason = facts.finish_reasons[row]
+            if reason is not None:
+                request.reason = reason
         for session, own in rows.items():
             logprobs = tuple(facts.logprobs[row] for row in own)
             session.put(
@@ -236,12 +241,14 @@ class DecodeService:
         self._metrics.errors.labels(error.code).inc()
         if error.code == "preempted":
             self._metrics.preemptions.inc()
+        request.reason = "error"
         request.session.put(Failed.of(request_id, error))
 
     def _forget(self, request_id: RequestId, now: float) -> None:
         request = self._requests.pop(request_id, None)
         if request is None:
             return
+        self._metrics.finished.labels(request.reason).inc()
         request.session.request_ids.discard(request_id)
         pull = self._pulls.get(request_id)
         if pull is not None:
@@ -381,15 +388,20 @@ class DecodeService:
                 self._pulls[request_id] = scope
                 await puller.pull(entry, route.prefill, route.incarnation, self._tell)
         except TandemError as error:
-            self._metrics.errors.labels(error.code).inc()
             if request_id in self._requests:
-                self._requests[request_id].session.put(Failed.of(request_id, error))
-                self._abort(request_id)
+                self._fail(request_id, error)
+                self._scheduler.abort(request_id)
+                self._forget(request_id, self._clock.now())
+            else:
+                self._metrics.errors.labels(error.code).inc()
         finally:
             del self._pulls[request_id]
             self._wake.set()
 
     def _abort(self, request_id: RequestId) -> None:
         """Ends a request without a word; its pages are free when nothing in flight names them."""
+        request = self._requests.get(request_id)
+        if request is not None:
+            request.reason = "abort"
         self._scheduler.abort(request_id)
         self._forget(request_id, self._clock.now())

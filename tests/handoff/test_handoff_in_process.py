@@ -5,11 +5,12 @@ run.
 import asyncio
 import random
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from common.types import FinishReason, SamplingParams
+from common.types import FinishReason, Role, SamplingParams
 from simulator.virtual_time import VirtualTimeLoop
 from tests.fakes.fleet import Fleet, fleet, flip_a_byte
 from tests.fakes.hash_model import VOCAB_SIZE, expected_tokens
@@ -328,5 +329,29 @@ def test_a_decode_worker_whose_landing_zone_is_lost_gives_up() -> None:
             await client.cancel(request_id)
             await settle()
             assert "quarantined" in f.given_up[0]
+
+    virtual(main)
+
+
+def test_a_decode_worker_counts_how_requests_ended() -> None:
+    async def main() -> None:
+        async with fleet(num_prefill=0, num_decode=0) as f:
+            worker = f.add(Role.COLOCATED, "c0")
+            client = f.client("c0", None)
+            sampling = SamplingParams(max_tokens=5, temperature=0)
+            first = (await client.generate(range(20), sampling)).tokens[0]
+            stopping = replace(sampling, stop_token_ids=(first[1],))
+            await client.generate(range(20), stopping)
+            request_id, _, started, _ = await client.submit(
+                range(20), replace(sampling, max_tokens=500)
+            )
+            await started.wait()
+            await client.cancel(request_id)
+            await asyncio.sleep(1)
+            ended = {
+                reason: worker.metric("requests_finished_total", {"reason": reason})
+                for reason in ("length", "stop", "abort", "error")
+            }
+            assert ended == {"length": 1, "stop": 1, "abort": 1, "error": 0}
 
     virtual(main)
