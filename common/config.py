@@ -104,7 +104,7 @@ class RouterConfig:
         "seconds between two tokens of a stream that prompt chunks in between should keep to",
         default=None,
         metavar="SECONDS",
-        shown="0.05, or twice a step without prompts where that is longer",
+        shown="0.05, or two to four steps without prompts where those are longer",
     )
     request_timeout_s: float = option(
         "a request that takes longer is ended", default=600.0, metavar="SECONDS"
@@ -300,7 +300,7 @@ class ServeConfig:
         "seconds between two tokens of a stream that prompt chunks in between should keep to",
         default=None,
         metavar="SECONDS",
-        shown="0.05, or twice a step without prompts where that is longer",
+        shown="0.05, or two to four steps without prompts where those are longer",
     )
     prefill_where: PrefillWhere | None = option(
         "auto or remote: whether decode workers may prefill where that is faster",

@@ -23,8 +23,8 @@ class ChunkLimit:
     def observe(self, shape: StepShape, duration_s: float) -> None:
         self._fit.observe(shape, duration_s)
 
-    def budget(self, num_decodes: int, num_context_tokens: int) -> int:
-        """Prompt tokens from position 0 on, beside so many streams."""
+    def budget(self, num_decodes: int, num_context_tokens: int, num_prompts: int) -> int:
+        """Prompt tokens from position 0 on, beside so many streams, for so many prompts."""
         if num_decodes == 0:
             return self._max_tokens
         if not self._is_auto:
@@ -36,13 +36,14 @@ class ChunkLimit:
             None,
             num_decodes,
             num_context_tokens,
+            num_prompts=num_prompts,
             block_size=self._block_size,
             max_tokens=self._max_tokens,
         )
 
-    def room(self, num_decodes: int, num_context_tokens: int) -> ChunkRoom:
+    def room(self, num_decodes: int, num_context_tokens: int, num_prompts: int) -> ChunkRoom:
         """The budget of the next step, to be dealt out."""
-        budget = self.budget(num_decodes, num_context_tokens)
+        budget = self.budget(num_decodes, num_context_tokens, num_prompts)
         if self.times is None or num_decodes == 0 or not self._is_auto:
             return ChunkRoom(budget, self._block_size)
         return ChunkRoom.within(

@@ -108,7 +108,7 @@ class BatchScheduler:
     @property
     def chunk_tokens(self) -> int:
         """Prompt tokens that a step may carry at present."""
-        return self._chunks.budget(len(self._running), self._num_context_tokens)
+        return self._chunks.budget(len(self._running), self._num_context_tokens, len(self._queue))
 
     @property
     def step_times(self) -> StepTimes | None:
@@ -330,7 +330,7 @@ class BatchScheduler:
         starts, copies = self._starts()
         told = {start.key for start in starts}  # their tables are whole already
         prompt_starts, chunks = self._queue.plan(
-            self._chunks.room(len(decodes), self._num_context_tokens), now
+            self._chunks.room(len(decodes), self._num_context_tokens, len(self._queue)), now
         )
         drops, self._drops = tuple(self._drops), []
         if not decodes and not chunks and not drops:

@@ -4,8 +4,8 @@ and what the worker measured of its steps.
     WorkerState -> observed -> chunk_budget (common/scheduling) -> ChunkBudget on the session
 
 A budget is sent when it has changed noticeably. It holds as long as its session; a worker with
-several routers takes the smallest. Nothing is sent while the worker has not measured enough; it
-uses the same function by itself then.
+several routers takes the smallest. Nothing is sent without a target, nor while the worker has not
+measured enough; it uses the same function by itself then, and knows best what waits there.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ Send = Callable[[int], None]
 
 
 class Interleave:
-    """`discovery` reports workers' states and sessions. `itl_target_s` None: the default rule."""
+    """`discovery` reports workers' states and sessions. `itl_target_s` None: workers use their own rule."""
 
     def __init__(self, itl_target_s: float | None = None) -> None:
         self._itl_target_s = itl_target_s
@@ -50,9 +50,9 @@ class Interleave:
 
     def budget(self, state: WorkerState) -> int | None:
         """Prompt tokens beside the streams that run now, or beside a single one when none does.
-        None while the worker has not measured its steps.
+        None without a target, and while the worker has not measured its steps.
         """
-        if state.step_times is None:
+        if self._itl_target_s is None or state.step_times is None:
             return None
         return chunk_budget(
             state.step_times,

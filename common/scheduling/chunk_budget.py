@@ -5,9 +5,10 @@
     budget     = prompt tokens, from position 0 on, that the room has time for: a multiple of the
                  block size, at least one block, at most the worker's maximum
 
-The router turns its ITL target and a worker's state into a budget (`router/interleave.py`); a
-worker without a router's budget calls the same function. `ChunkRoom` deals the budget out to the
-prompts of one step. Nothing decodes: no limit but the maximum. All pure; times in seconds.
+A router that was given a target sends budgets (`router/interleave.py`). Without a target the worker
+calls the same function, and how many prompts wait decides (`itl_target_s`). `ChunkRoom` deals the
+budget out to the prompts of one step. Nothing decodes: no limit but the maximum. All pure; times in
+seconds.
 """
 
 import math
@@ -15,11 +16,14 @@ import math
 from common.scheduling.step_time import StepShape, StepTimes, num_pairs
 
 DEFAULT_ITL_S = 0.05
-DEFAULT_QUIET_STEPS = 2.0
-"""Without a target, the longer one of these two. 50 ms are 20 tokens a second, several times as
-fast as anybody reads and what GPUs reach with room to spare. A device whose quiet step comes near
-that (a CPU, a large model on few GPUs) would hardly ever get to prompts then; twice the quiet step
-lets it spend half of its time on them, and a stream never gets slower than half its pace.
+MAX_SHARES = 3
+"""Without a target, a step may take 50 ms, which are 20 tokens a second, several times as fast as
+anybody reads and what GPUs reach with room to spare. A device whose quiet step comes near that (a
+CPU, a large model on few GPUs) would hardly ever get to prompts then: there every prompt that waits
+gets as much of a step as all decodes together, which are one batch. With one prompt a stream never
+gets slower than half its pace; with more, decodes in small batches beside starved prompts would
+cost everybody more than longer steps do. Three such shares are nearly all that there is to gain
+(docs/scheduling.md has the numbers).
 """
 
 STRETCH = 1.25
@@ -34,11 +38,11 @@ UNMEASURED_SHARE = 8
 """Of the maximum, while nothing is known of the step's times."""
 
 
-def itl_target_s(asked_s: float | None, quiet_s: float) -> float:
-    """`asked_s`, or what holds without a target."""
+def itl_target_s(asked_s: float | None, quiet_s: float, num_prompts: int = 1) -> float:
+    """`asked_s`, or what holds without a target while so many prompts wait."""
     if asked_s is not None:
         return asked_s
-    return max(DEFAULT_ITL_S, DEFAULT_QUIET_STEPS * quiet_s)
+    return max(DEFAULT_ITL_S, quiet_s * (1 + min(max(1, num_prompts), MAX_SHARES)))
 
 
 def quiet_step_s(times: StepTimes, num_decodes: int, num_context_tokens: int) -> float:
@@ -51,16 +55,19 @@ def chunk_budget(
     num_decodes: int,
     num_context_tokens: int,
     *,
+    num_prompts: int = 1,
     block_size: int,
     max_tokens: int,
 ) -> int:
-    """Prompt tokens for a step beside `num_decodes` streams. `asked_s` is the ITL target."""
+    """Prompt tokens for a step beside `num_decodes` streams. `asked_s` is the ITL target,
+    `num_prompts` how many prompts have blocks and wait for their chunks.
+    """
     if num_decodes == 0:
         return max_tokens
     if times is None:
         return _whole_blocks(max_tokens // UNMEASURED_SHARE, block_size)
     quiet_s = quiet_step_s(times, num_decodes, num_context_tokens)
-    room_s = itl_target_s(asked_s, quiet_s) - quiet_s
+    room_s = itl_target_s(asked_s, quiet_s, num_prompts) - quiet_s
     return _whole_blocks(min(max_tokens, tokens_within(times, 0, room_s)), block_size)
 
 

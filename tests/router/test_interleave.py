@@ -51,9 +51,7 @@ def test_a_budget_follows_the_target_and_the_streams() -> None:
     assert interleave.budget(state(num_decodes=20)) == 48
     assert interleave.budget(state(num_decodes=200)) == 16
     assert interleave.budget(state(step_times=None)) is None
-    # without a target: 50 ms, or twice a quiet step
-    assert Interleave().budget(state(num_decodes=4)) == 32
-    assert Interleave().budget(state(num_decodes=70)) == 144
+    assert Interleave().budget(state(num_decodes=4)) is None, "workers have a rule of their own"
 
 
 def test_a_budget_is_sent_when_it_has_changed_noticeably() -> None:

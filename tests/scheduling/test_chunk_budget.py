@@ -66,6 +66,19 @@ def test_without_a_target_a_slow_device_gives_half_of_its_time() -> None:
     assert budget(CPU, None, 16, 16_000) == budget(CPU, 2 * quiet_s, 16, 16_000) == 32
 
 
+def test_without_a_target_every_waiting_prompt_gets_as_much_time_as_all_decodes() -> None:
+    quiet_s = quiet_step_s(CPU, 16, 16_000)  # 46.4 ms
+
+    def tokens(num_prompts: int, asked_s: float | None = None) -> int:
+        return chunk_budget(
+            CPU, asked_s, 16, 16_000, num_prompts=num_prompts, block_size=16, max_tokens=512
+        )
+
+    assert [tokens(n) for n in range(6)] == [32, 32, 80, 128, 128, 128]
+    assert tokens(3) == budget(CPU, 4 * quiet_s, 16, 16_000)
+    assert tokens(5, 2 * quiet_s) == 32, "a target holds however many wait"
+
+
 def test_before_anything_is_measured_chunks_are_small() -> None:
     assert budget(None, 0.05, 4, 2000) == 64
 
