@@ -21,7 +21,7 @@ Send = Callable[[int], None]
 
 
 class Interleave:
-    """`discovery` reports workers' states and sessions. `itl_target_s` None: workers use their own rule."""
+    """`discovery` reports workers' states and sessions. Without a target nothing is sent."""
 
     def __init__(self, itl_target_s: float | None = None) -> None:
         self._itl_target_s = itl_target_s
