@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from common.engine.batch import MAX_RUN_TOKENS, StepBatch
+from common.engine.device_inputs import DeviceStep, InputBuffer, columns_of
 from common.engine.pools import PageArena
 from common.engine.rope import rope_tables
 from common.engine.weights import Checkpoint
@@ -66,16 +67,22 @@ class TritonModel:
         cos, sin = rope_tables(config)
         self._cos = torch.from_numpy(cos).to(self._device)
         self._sin = torch.from_numpy(sin).to(self._device)
+        self._inputs = InputBuffer(self._device)
 
     @torch.inference_mode()
     def forward(self, batch: StepBatch, num_layers: int | None = None) -> None:
-        positions = self._to_device(batch.positions)
-        cos, sin = self._cos[positions], self._sin[positions]
-        items = self._to_device(batch.items)
-        is_decode = batch.runs[:, 1] == 1
-        runs = [self._to_device(batch.runs[which]) for which in (~is_decode, is_decode)]
-        tables = self._to_device(batch.tables)
-        x = self._embedding[self._to_device(batch.token_ids)]
+        self._wanted = batch.wanted
+        self._step = self._inputs.send(columns_of(batch, self._pool.layout.block_size))
+        self._rows = self._hidden(self._step, num_layers)
+
+    def _hidden(self, step: DeviceStep, num_layers: int | None = None) -> Tensor:
+        """[num_rows, hidden_size] behind the layers. Waits for nothing and allocates by the shapes
+        alone, so that it can be captured.
+        """
+        cos, sin = self._cos[step.positions], self._sin[step.positions]
+        runs = [step.chunk_runs, step.decode_runs]
+        items, tables = step.items, step.tables
+        x = self._embedding[step.token_ids]
         for index, layer in enumerate(self._layers[:num_layers]):
             q, k, v = self._qkv(layer, self._norm(x, layer.norm_1), cos, sin)
             store(
@@ -86,11 +93,15 @@ class TritonModel:
             x = x + F.linear(attended, layer.out, layer.out_bias)
             gate, up = F.linear(self._norm(x, layer.norm_2), layer.gate_up).chunk(2, dim=1)
             x = x + F.linear(F.silu(gate) * up, layer.down)
-        self._rows = x
+        return x
 
     @torch.inference_mode()
     def logits(self, wanted: NDArray[np.int64]) -> Tensor:
-        rows = self._rows[self._to_device(wanted)]
+        sent = self._step.wanted if wanted is self._wanted else self._to_device(wanted)
+        return self._logits_of(self._rows[sent])
+
+    def _logits_of(self, rows: Tensor) -> Tensor:
+        """[num_rows, vocab_size] float32 of hidden rows."""
         return F.linear(self._norm(rows, self._final_norm), self._head).float()
 
     def checksum(self, page: Tensor) -> int:
