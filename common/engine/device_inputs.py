@@ -9,6 +9,7 @@ captured graphs rely on it.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -117,9 +118,7 @@ class InputBuffer:
             torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=self._is_cuda)
             for _ in range(NUM_HOST_BUFFERS)
         ]
-        self._copied = [
-            torch.cuda.Event() if self._is_cuda else None for _ in range(NUM_HOST_BUFFERS)
-        ]
+        self._copied = [_event(self._is_cuda) for _ in range(NUM_HOST_BUFFERS)]
 
 
 def _places(arrays: Sequence[NDArray[np.generic]]) -> tuple[list[int], int]:
@@ -129,3 +128,7 @@ def _places(arrays: Sequence[NDArray[np.generic]]) -> tuple[list[int], int]:
         places.append(end)
         end += -(-array.nbytes // ALIGN) * ALIGN
     return places, end
+
+
+def _event(is_cuda: bool) -> Any:
+    return torch.cuda.Event() if is_cuda else None  # type: ignore[no-untyped-call]

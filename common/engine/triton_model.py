@@ -13,6 +13,7 @@ from torch import Tensor
 
 from common.engine.batch import MAX_RUN_TOKENS, StepBatch
 from common.engine.device_inputs import DeviceStep, InputBuffer, columns_of
+from common.engine.linear import Linear, make_linear
 from common.engine.pools import PageArena
 from common.engine.rope import rope_tables
 from common.engine.weights import Checkpoint
@@ -29,15 +30,13 @@ class Layer:
     """One layer's tensors on the device; None where the model has none."""
 
     norm_1: Tensor
-    qkv: Tensor
-    qkv_bias: Tensor | None
+    qkv: Linear
     q_norm: Tensor | None
     k_norm: Tensor | None
-    out: Tensor
-    out_bias: Tensor | None
+    out: Linear
     norm_2: Tensor
-    gate_up: Tensor
-    down: Tensor
+    gate_up: Linear
+    down: Linear
 
 
 class TritonModel:
@@ -50,13 +49,14 @@ class TritonModel:
         pool: PageArena,
         offsets: Offsets,
         dtype: torch.dtype,
+        weight_dtype: str = "auto",
     ) -> None:
         self._config = config
         self._pool = pool
         self._offsets = offsets.to(pool.packed.device)
         self._dtype = dtype
         self._device = pool.packed.device
-        self._read = _Reader(checkpoint, config, dtype, self._device)
+        self._read = _Reader(checkpoint, config, dtype, self._device, weight_dtype)
         self._embedding = self._read.tensor(
             "model.embed_tokens.weight", config.vocab_size, config.hidden_size
         )
@@ -90,9 +90,9 @@ class TritonModel:
                 self._offsets, index,
             )  # fmt: skip
             attended = self._attend(q, k, v, runs, tables, index).flatten(1)
-            x = x + F.linear(attended, layer.out, layer.out_bias)
-            gate, up = F.linear(self._norm(x, layer.norm_2), layer.gate_up).chunk(2, dim=1)
-            x = x + F.linear(F.silu(gate) * up, layer.down)
+            x = x + layer.out(attended)
+            gate, up = layer.gate_up(self._norm(x, layer.norm_2)).chunk(2, dim=1)
+            x = x + layer.down(F.silu(gate) * up)
         return x
 
     @torch.inference_mode()
@@ -130,7 +130,7 @@ class TritonModel:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """q [rows, heads, head_dim] rotated and scaled; k, v as they are stored, in fp32."""
         config = self._config
-        heads = F.linear(x, layer.qkv, layer.qkv_bias).view(len(x), -1, config.head_dim)
+        heads = layer.qkv(x).view(len(x), -1, config.head_dim)
         num_q, num_qk = config.num_heads, config.num_heads + config.num_kv_heads
         q, k, v = heads[:, :num_q], heads[:, num_q:num_qk], heads[:, num_qk:]
         if layer.q_norm is not None and layer.k_norm is not None:
@@ -167,12 +167,18 @@ class _Reader:
     """Tensors of a checkpoint, on the device and in the dtype of the computation."""
 
     def __init__(
-        self, checkpoint: Checkpoint, config: ModelConfig, dtype: torch.dtype, device: torch.device
+        self,
+        checkpoint: Checkpoint,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        device: torch.device,
+        weight_dtype: str,
     ) -> None:
         self._checkpoint = checkpoint
         self._config = config
         self._dtype = dtype
         self._device = device
+        self._weight_dtype = weight_dtype
 
     def tensor(self, name: str, *shape: int) -> Tensor:
         return self._checkpoint.read(name, shape).to(self._device, self._dtype)
@@ -193,16 +199,20 @@ class _Reader:
         gate_up = [self.tensor(f"{mlp}{n}.weight", inter, hidden) for n in ("gate_proj", "up_proj")]
         return Layer(
             norm_1=self.tensor(prefix + "input_layernorm.weight", hidden),
-            qkv=torch.cat(qkv),
-            qkv_bias=bias,
+            qkv=self._linear(torch.cat(qkv), bias),
             q_norm=self.tensor(attn + "q_norm.weight", head_dim) if config.qk_norm else None,
             k_norm=self.tensor(attn + "k_norm.weight", head_dim) if config.qk_norm else None,
-            out=self.tensor(attn + "o_proj.weight", hidden, widths["q_proj"]),
-            out_bias=self.tensor(attn + "o_proj.bias", hidden) if config.output_bias else None,
+            out=self._linear(
+                self.tensor(attn + "o_proj.weight", hidden, widths["q_proj"]),
+                self.tensor(attn + "o_proj.bias", hidden) if config.output_bias else None,
+            ),
             norm_2=self.tensor(prefix + "post_attention_layernorm.weight", hidden),
-            gate_up=torch.cat(gate_up),
-            down=self.tensor(mlp + "down_proj.weight", hidden, inter),
+            gate_up=self._linear(torch.cat(gate_up)),
+            down=self._linear(self.tensor(mlp + "down_proj.weight", hidden, inter)),
         )
+
+    def _linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        return make_linear(weight, bias, self._weight_dtype)
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

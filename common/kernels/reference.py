@@ -204,3 +204,9 @@ def _dequantised(
 def checksums(pages: Tensor) -> list[int]:
     """One checksum per page [num_pages, page_bytes]."""
     return [checksum(page.cpu().numpy()) for page in pages]
+
+
+def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Finite rows [num_rows, width] as e4m3, and their scales [num_rows, 1]."""
+    scales = (x.float().abs().amax(1, keepdim=True) / 448).clamp(min=1e-30)
+    return (x.float() / scales).clamp(-448, 448).to(torch.float8_e4m3fn), scales
