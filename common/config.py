@@ -30,6 +30,7 @@ PrefillWhere = Literal["auto", "remote"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 KvCodec = Literal["fp8_e4m3", "fp8_e5m2", "int8", "int4", "bf16", "fp32"]
 BlockSize = Literal[16, 32]
+WeightDtype = Literal["auto", "fp8"]
 ChunkTokens = int | Literal["auto"]
 
 MAX_AUTO_CHUNK = 512
@@ -196,6 +197,11 @@ class WorkerConfig:
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
         "element type for computing", default="auto", shown="float32 on a CPU, the model's on a GPU"
     )
+    weight_dtype: WeightDtype = option(
+        "how weights are kept; auto: as the checkpoint has them; fp8: on a GPU of compute "
+        "capability 8.9 or more. Workers that exchange KV must agree",
+        default="auto",
+    )
     handoff_stall_s: float = option(
         "a hand-off without progress is ended after this long", default=30.0, metavar="SECONDS"
     )
@@ -281,6 +287,9 @@ class ServeConfig:
     )
     kv_codec: KvCodec | None = option(
         "element type of cached keys and values", default=None, shown="fp8_e4m3"
+    )
+    weight_dtype: WeightDtype | None = option(
+        "how weights are kept; fp8 needs a GPU", default=None, shown="auto: as in the checkpoint"
     )
     block_size: BlockSize | None = option("tokens per KV block", default=None, shown="16")
     kv_blocks: int | None = option(

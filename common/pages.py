@@ -167,12 +167,19 @@ class PageLayout:
     def tag_offset(self, kind: PageKind) -> int:
         return self.page_bytes(kind) - TAG_BYTES
 
-    def fingerprint(self, model_fingerprint: bytes, offsets_hash: bytes = NO_FINGERPRINT) -> bytes:
-        """16 bytes over all that two workers must agree on before one reads the other's pages."""
+    def fingerprint(
+        self,
+        model_fingerprint: bytes,
+        offsets_hash: bytes = NO_FINGERPRINT,
+        weight_dtype: str = "auto",
+    ) -> bytes:
+        """16 bytes over all that two workers must agree on before one reads the other's pages.
+        `weight_dtype` is how they keep the weights: quantised ones compute other keys and values.
+        """
         fields = (
             f"tandem page {TAG_MAGIC:x} codec={self.codec.name} block={self.block_size} "
             f"layers={self.num_layers} kv_heads={self.num_kv_heads} head_dim={self.head_dim} "
-            f"packed={self.packed_page_bytes} exact={self.exact_page_bytes}"
+            f"packed={self.packed_page_bytes} exact={self.exact_page_bytes} weights={weight_dtype}"
         )
         digest = hashlib.blake2b(model_fingerprint + offsets_hash + fields.encode(), digest_size=16)
         return digest.digest()

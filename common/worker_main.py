@@ -126,6 +126,7 @@ async def _open(
         model_fingerprint=model_fingerprint(config.model),
         layout=f"{config.kv_codec}, blocks of {config.block_size}, {model.num_layers} layers, "
         f"{model.num_kv_heads} KV heads of {model.head_dim}, "
+        f"weights {config.weight_dtype}, "
         f"offsets {runner.offsets_hash.hex()[:12]}, layout {runner.layout_fingerprint.hex()[:12]}",
         layout_fingerprint=runner.layout_fingerprint,
         block_size=config.block_size,

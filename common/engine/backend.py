@@ -15,6 +15,9 @@ from common.errors import ConfigError
 from common.kernels.offsets import Offsets
 from common.model_config import ModelConfig
 
+FP8_CAPABILITY = (8, 9)
+"""Compute capability from which a GPU multiplies FP8: Ada and Hopper."""
+
 
 class Backend(Protocol):
     def forward(self, batch: StepBatch, num_layers: int | None = None) -> None:
@@ -53,6 +56,7 @@ def load_backend(
     *,
     device: str,
     dtype: str,
+    weight_dtype: str,
     num_threads: int,
     max_num_tokens: int,
 ) -> Backend:
@@ -62,13 +66,19 @@ def load_backend(
 
         if dtype not in ("auto", "float32"):
             raise ConfigError(f"on CPU Tandem computes in float32, not {dtype}", param="dtype")
+        if weight_dtype == "fp8":
+            check_fp8(torch.float32, None)
         weights = CpuWeights(checkpoint, config)
         return CpuModel(
             config, weights, pool, offsets, max_num_tokens=max_num_tokens, num_threads=num_threads
         )
     from common.engine.triton_model import TritonModel
 
-    return TritonModel(config, checkpoint, pool, offsets, _compute_dtype(dtype, config))
+    compute_dtype = _compute_dtype(dtype, config)
+    if weight_dtype == "fp8":
+        is_nvidia = torch.version.hip is None
+        check_fp8(compute_dtype, torch.cuda.get_device_capability() if is_nvidia else None)
+    return TritonModel(config, checkpoint, pool, offsets, compute_dtype, weight_dtype)
 
 
 def _compute_dtype(dtype: str, config: ModelConfig) -> torch.dtype:
@@ -80,3 +90,21 @@ def _compute_dtype(dtype: str, config: ModelConfig) -> torch.dtype:
     if name not in dtypes:
         raise ConfigError(f"dtype {name!r} is not supported on a GPU", param="dtype")
     return dtypes[name]
+
+
+def check_fp8(dtype: torch.dtype, capability: tuple[int, int] | None) -> None:
+    """Raises ConfigError where FP8 weights cannot be used. `dtype` is what is computed in,
+    `capability` the GPU's; None without one of NVIDIA's.
+    """
+    if capability is None or capability < FP8_CAPABILITY:
+        is_none = capability is None
+        found = "there is none here" if is_none else "this one has {}.{}".format(*capability or ())
+        raise ConfigError(
+            "--weight-dtype fp8 needs an NVIDIA GPU of compute capability 8.9 or more (Ada, Hopper "
+            f"and later); {found}. Leave --weight-dtype at auto",
+            param="weight_dtype",
+        )
+    if dtype is not torch.bfloat16:
+        raise ConfigError(
+            "--weight-dtype fp8 computes in bfloat16; add --dtype bfloat16", param="weight_dtype"
+        )

@@ -19,8 +19,6 @@ MULTIPLE = 16
 """Of both sizes of a matrix: what the FP8 products of torch take."""
 MAX_E4M3 = 448.0
 MIN_SCALE = 1e-30
-FP8_CAPABILITY = (8, 9)
-"""Compute capability from which a GPU multiplies FP8: Ada and Hopper."""
 
 
 class Linear(Protocol):
@@ -77,24 +75,3 @@ class Fp8Linear:
 
 def make_linear(weight: Tensor, bias: Tensor | None, weight_dtype: str) -> Linear:
     return Fp8Linear.of(weight, bias) if weight_dtype == "fp8" else PlainLinear(weight, bias)
-
-
-def check_fp8(dtype: torch.dtype, capability: tuple[int, int] | None) -> None:
-    """Raises ConfigError where FP8 weights cannot be used. `capability` is the GPU's, None without
-    one of NVIDIA's.
-    """
-    if capability is None or capability < FP8_CAPABILITY:
-        has = (
-            "there is none here"
-            if capability is None
-            else "this one's is {}.{}".format(*capability)
-        )
-        raise ConfigError(
-            "--weight-dtype fp8 needs an NVIDIA GPU of compute capability 8.9 or more (Ada, Hopper "
-            f"and later); {has}. Leave --weight-dtype at auto",
-            param="weight_dtype",
-        )
-    if dtype is not torch.bfloat16:
-        raise ConfigError(
-            "--weight-dtype fp8 computes in bfloat16; add --dtype bfloat16", param="weight_dtype"
-        )

@@ -339,6 +339,7 @@ def load_runner(
     num_landing_exact: int = 0,
     device: str = "cpu",
     dtype: str = "auto",
+    weight_dtype: str = "auto",
     num_threads: int = 1,
     incarnation: int = 0,
     max_num_tokens: int = 512,
@@ -368,6 +369,7 @@ def load_runner(
         offsets,
         device=device,
         dtype=dtype,
+        weight_dtype=weight_dtype,
         num_threads=num_threads,
         max_num_tokens=max_num_tokens,
     )
@@ -381,7 +383,9 @@ def load_runner(
             vocab_size=config.vocab_size,
             eos_token_ids=config.eos_token_ids,
         ),
-        layout_fingerprint=layout.fingerprint(model_fingerprint(model_dir), offsets_hash),
+        layout_fingerprint=layout.fingerprint(
+            model_fingerprint(model_dir), offsets_hash, weight_dtype
+        ),
         offsets_hash=offsets_hash,
         incarnation=incarnation,
         device=device,

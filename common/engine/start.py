@@ -118,6 +118,7 @@ def open_runner(config: WorkerConfig, sizes: Sizes, incarnation: int) -> ModelRu
         num_landing_exact=sizes.num_landing_exact,
         device=sizes.device,
         dtype=config.dtype,
+        weight_dtype=config.weight_dtype,
         num_threads=config.threads or os.cpu_count() or 1,
         incarnation=incarnation,
         max_num_tokens=config.max_chunk_tokens + config.max_num_seqs,

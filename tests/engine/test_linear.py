@@ -3,10 +3,12 @@
 import pytest
 import torch
 
-from common.engine.linear import Fp8Linear, PlainLinear, check_fp8, make_linear
+from common.engine.backend import check_fp8
+from common.engine.linear import Fp8Linear, PlainLinear, make_linear
 from common.errors import ConfigError
 from common.kernels import reference
 from common.kernels.gpu.quantise import quantise_rows
+from tests.engine.conftest import MakeRunner
 
 
 @pytest.mark.parametrize("width", [16, 1024, 1040])
@@ -74,8 +76,13 @@ def test_sizes_that_fp8_products_do_not_take_are_refused() -> None:
 
 @pytest.mark.parametrize("capability", [None, (8, 0), (8, 6)])
 def test_fp8_weights_need_a_gpu_that_multiplies_them(capability: tuple[int, int] | None) -> None:
-    with pytest.raises(ConfigError, match="8.9"):
+    with pytest.raises(ConfigError, match=r"8\.9"):
         check_fp8(torch.bfloat16, capability)
+
+
+def test_fp8_weights_are_refused_on_a_cpu(tiny_runner: MakeRunner) -> None:
+    with pytest.raises(ConfigError, match="there is none here"):
+        tiny_runner(weight_dtype="fp8")
 
 
 def test_fp8_weights_compute_in_bfloat16() -> None:

@@ -74,7 +74,8 @@ def test_fingerprint_covers_everything_that_must_agree() -> None:
     ]
     found = {layout.fingerprint(bytes(16)) for layout in (base, *others)}
     found.add(base.fingerprint(b"another model..."))
-    assert len(found) == 7
+    found.add(base.fingerprint(bytes(16), weight_dtype="fp8"))
+    assert len(found) == 8
     assert {len(fingerprint) for fingerprint in found} == {16}
 
 
