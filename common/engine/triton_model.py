@@ -56,6 +56,8 @@ class TritonModel:
         self._offsets = offsets.to(pool.packed.device)
         self._dtype = dtype
         self._device = pool.packed.device
+        self.device, self.block_size = self._device, pool.layout.block_size
+        self.vocab_size = config.vocab_size
         self._read = _Reader(checkpoint, config, dtype, self._device, weight_dtype)
         self._embedding = self._read.tensor(
             "model.embed_tokens.weight", config.vocab_size, config.hidden_size
@@ -74,6 +76,10 @@ class TritonModel:
         self._wanted = batch.wanted
         self._step = self._inputs.send(columns_of(batch, self._pool.layout.block_size))
         self._rows = self._hidden(self._step, num_layers)
+
+    def step_logits(self, step: DeviceStep) -> Tensor:
+        """[num_rows, vocab_size] float32 of all rows of a step that lies on the device already."""
+        return self._logits_of(self._hidden(step))
 
     def _hidden(self, step: DeviceStep, num_layers: int | None = None) -> Tensor:
         """[num_rows, hidden_size] behind the layers. Waits for nothing and allocates by the shapes
