@@ -14,8 +14,10 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
 from itertools import product
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +27,12 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from common.kernels.gpu.attention import attention_kernel, rows_of, warps_of
-from common.kernels.gpu.checksum import WORDS_AT_ONCE, checksum_kernel
+from common.kernels.gpu import checksum, norm, quantise, swiglu
+from common.kernels.gpu.attention import attention_kernel, rows_of, step_of
+from common.kernels.gpu.decode import decode_kernel, merge_kernel
 from common.kernels.gpu.store import store_kernel
-from common.pages import CODECS, PageLayout
+from common.kernels.gpu.tiles import tiles_of
+from common.pages import CODECS, ElementKind, PageLayout
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -37,39 +41,72 @@ TARGETS = {
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
 HEAD_DIMS = (64, 128)
-GROUP, KV_HEADS, BLOCK_SIZE = 4, 8, 16
-RUNS = {"decode": 1, "chunk": 64}
-"""Query tokens of a program."""
+GROUP, KV_HEADS, BLOCK_SIZE, HIDDEN = 4, 8, 16, 4096
+RUN_TOKENS = 64
+"""Of a chunk's runs."""
 
-POINTERS = {"packed_ptr": "*u8", "exact_ptr": "*u8", "items_ptr": "*i64", "runs_ptr": "*i64"}
-POINTERS |= {"q_ptr": "*bf16", "out_ptr": "*bf16", "tables_ptr": "*i32", "sums_ptr": "*i64"}
-POINTERS |= {"pages_ptr": "*i64"}
+POINTERS = {
+    **dict.fromkeys(("packed_ptr", "exact_ptr"), "*u8"),
+    **dict.fromkeys(("items_ptr", "runs_ptr"), "*i64"),
+    **dict.fromkeys(("q_ptr", "out_ptr", "heads_ptr", "q_norm_ptr", "k_norm_ptr"), "*bf16"),
+    "tables_ptr": "*i32",
+}
+"""What arguments point to; others to fp32."""
 WIDE = ("_stride", "_bytes")
+FLOATS = ("eps", "q_scale")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A kernel with all that decides about its machine code."""
+
+    name: str
+    kernel: str
+    """A key of `KERNELS`: functions do not travel between processes."""
+    target: str
+    constants: dict[str, int]
+    codec: str = ""
+    head_dim: int = 0
+    num_warps: int = 4
+    pointers: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Row:
-    kernel: str
-    codec: str
-    head_dim: int
-    target: str
+    case: Case
     registers: int
     spilled: int
     """Bytes of stack that a thread needs (NVIDIA), registers spilled (AMD)."""
     shared: int
 
 
+KERNELS: dict[str, Any] = {
+    "attention": attention_kernel,
+    "checksum": checksum.checksum_kernel,
+    "decode": decode_kernel,
+    "merge": merge_kernel,
+    "norm": norm.rms_norm_kernel,
+    "quantise": quantise.quantise_rows_kernel,
+    "store": store_kernel,
+    "swiglu": swiglu.swiglu_kernel,
+}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description="Kernels compiled ahead of time")
     parser.add_argument("--quick", action="store_true", help="one head size, three codecs")
+    parser.add_argument("--only", metavar="NAME", help="only kernels whose names hold this")
+    parser.add_argument("--jobs", type=int, default=2, help="kernels compiled at once (2)")
     parser.add_argument("--write", type=Path, metavar="FILE", help="keep the table here")
     options = parser.parse_args()
     head_dims = HEAD_DIMS[1:] if options.quick else HEAD_DIMS
     codecs = ("fp8_e4m3", "int4", "bf16") if options.quick else tuple(CODECS)
+    cases = [c for c in all_cases(head_dims, codecs) if (options.only or "") in c.name]
     rows = []
-    for row in compiled(head_dims, codecs):
-        rows.append(row)
-        print(line_of(row), flush=True)
+    with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
+        for row in pool.map(build, cases):
+            rows.append(row)
+            print(line_of(row), flush=True)
     if options.write:
         options.write.write_text(table_of(rows), encoding="utf-8")
     spilling = [row for row in rows if row.spilled]
@@ -78,20 +115,57 @@ def main() -> int:
     return 1 if spilling else 0
 
 
-def compiled(head_dims: tuple[int, ...], codecs: tuple[str, ...]) -> Iterator[Row]:
+def all_cases(head_dims: tuple[int, ...], codecs: tuple[str, ...]) -> Iterator[Case]:
     for target in TARGETS:
-        yield Row("checksum", "", 0, target, *build(target, checksum_kernel, WORDS, 4))
+        yield from plain_cases(target)
+        for head_dim in head_dims:
+            yield merge_case(target, head_dim)
     for codec, head_dim, target in product(codecs, head_dims, TARGETS):
-        shape = shape_of(codec, head_dim)
-        yield Row("store", codec, head_dim, target, *build(target, store_kernel, shape, 4))
-        for name, tokens in RUNS.items():
-            rows = rows_of(tokens, GROUP, head_dim, target == "sm_80")
-            attention = shape | {"GROUP": GROUP, "ROWS": rows}
-            numbers = build(target, attention_kernel, attention, warps_of(rows))
-            yield Row(f"attention, {name}", codec, head_dim, target, *numbers)
+        yield from page_cases(target, codec, head_dim)
 
 
-WORDS = {"WORDS": WORDS_AT_ONCE}
+def plain_cases(target: str) -> Iterator[Case]:
+    """Kernels that know neither codec nor head size."""
+    words = {"pages_ptr": "*i64", "sums_ptr": "*i64"}
+    rows = {"x_ptr": "*bf16", "residual_ptr": "*bf16", "weight_ptr": "*bf16"}
+    rows |= {"normed_ptr": "*bf16", "sum_ptr": "*bf16", "gate_up_ptr": "*bf16", "out_ptr": "*bf16"}
+    yield Case("checksum", "checksum", target, {"WORDS": checksum.WORDS_AT_ONCE}, pointers=words)
+    yield Case(
+        "RMSNorm", "norm", target, {"HAS_RESIDUAL": 1, "WIDTH": HIDDEN}, pointers=rows,
+        num_warps=norm.warps_of(HIDDEN),
+    )  # fmt: skip
+    yield Case("SwiGLU", "swiglu", target, {"COLUMNS": swiglu.COLUMNS}, pointers=rows)
+    yield Case(
+        "quantise rows", "quantise", target, {"SPAN": quantise.SPAN},
+        pointers=rows | {"out_ptr": "*u8", "scales_ptr": "*fp32"},
+    )  # fmt: skip
+
+
+def merge_case(target: str, head_dim: int) -> Case:
+    tile = tiles_of(target, head_dim).decode
+    constants = {"BLOCK": BLOCK_SIZE, "HEAD_DIM": head_dim, "WIDTH": width_of(head_dim)}
+    constants |= {"PARTS": tile.parts, "STRETCH": tile.stretch_tokens // BLOCK_SIZE}
+    pointers = {"sums_ptr": "*fp32", "stats_ptr": "*fp32"}
+    return Case("decode, merge", "merge", target, constants, "", head_dim, pointers=pointers)
+
+
+def page_cases(target: str, codec: str, head_dim: int) -> Iterator[Case]:
+    shape, tiles = shape_of(codec, head_dim), tiles_of(target, head_dim)
+    exact = "*fp32" if CODECS[codec].exact is ElementKind.FP32 else "*bf16"
+    pointers = {"k_ptr": exact, "v_ptr": exact}
+    store = shape | {"HAS_NORM": 1}
+    yield Case("rotate, store", "store", target, store, codec, head_dim, pointers=pointers)
+    rows = rows_of(tiles.chunk, RUN_TOKENS, GROUP)
+    step = step_of(tiles.chunk.step_tokens, BLOCK_SIZE)
+    chunk = shape | {"ROWS": rows, "STEP": step}
+    yield Case(
+        "attention", "attention", target, chunk, codec, head_dim, tiles.chunk.num_warps, pointers
+    )
+    tile = tiles.decode
+    decode = shape | {"ROWS": 16, "PARTS": tile.parts}
+    decode |= {"STRETCH": tile.stretch_tokens // BLOCK_SIZE}
+    decode |= {"STEP": step_of(tile.step_tokens, BLOCK_SIZE)}
+    yield Case("decode", "decode", target, decode, codec, head_dim, tile.num_warps, pointers)
 
 
 def shape_of(codec: str, head_dim: int) -> dict[str, int]:
@@ -99,9 +173,10 @@ def shape_of(codec: str, head_dim: int) -> dict[str, int]:
     k_scale, v_scale = layout.scale_bytes
     return {
         "KV_HEADS": KV_HEADS,
+        "GROUP": GROUP,
         "BLOCK": BLOCK_SIZE,
         "HEAD_DIM": head_dim,
-        "WIDTH": triton.next_power_of_2(head_dim),
+        "WIDTH": width_of(head_dim),
         "EXACT_KIND": int(layout.codec.exact),
         "PACKED_KIND": int(layout.codec.packed),
         "K_SCALE": k_scale,
@@ -109,24 +184,29 @@ def shape_of(codec: str, head_dim: int) -> dict[str, int]:
     }
 
 
-def build(
-    target: str, kernel: Any, constants: dict[str, int], num_warps: int
-) -> tuple[int, int, int]:
-    """Registers, spilled, shared bytes of a kernel with these constants."""
-    types = {name: type_of(name) for name in kernel.arg_names if name not in constants}
-    types |= dict.fromkeys(constants, "constexpr")
-    source = ASTSource(fn=kernel, signature=types, constexprs=constants)
-    found = triton.compile(source, target=TARGETS[target], options={"num_warps": num_warps})
+def width_of(head_dim: int) -> int:
+    return int(triton.next_power_of_2(head_dim))
+
+
+def build(case: Case) -> Row:
+    kernel = KERNELS[case.kernel]
+    types = {n: type_of(n, case.pointers) for n in kernel.arg_names if n not in case.constants}
+    types |= dict.fromkeys(case.constants, "constexpr")
+    source = ASTSource(fn=kernel, signature=types, constexprs=case.constants)
+    options = {"num_warps": case.num_warps}
+    found = triton.compile(source, target=TARGETS[case.target], options=options)
     if "cubin" in found.asm:
         registers, spilled = of_cubin(found.asm["cubin"])
     else:
         registers, spilled = of_amdgcn(found.asm["amdgcn"])
-    return registers, spilled, found.metadata.shared
+    return Row(case, registers, spilled, found.metadata.shared)
 
 
-def type_of(name: str) -> str:
+def type_of(name: str, pointers: dict[str, str]) -> str:
     if name.endswith("_ptr"):
-        return POINTERS.get(name, "*fp32")
+        return (POINTERS | pointers).get(name, "*fp32")
+    if name in FLOATS:
+        return "fp32"
     return "i64" if name.endswith(WIDE) else "i32"
 
 
@@ -154,8 +234,9 @@ def number(pattern: str, text: str) -> int:
 
 
 def line_of(row: Row) -> str:
+    case = row.case
     return (
-        f"{row.target:8}{row.kernel:20}{row.codec:10}{row.head_dim or '':>5}"
+        f"{case.target:8}{case.name:16}{case.codec:10}{case.head_dim or '':>5}"
         f"{row.registers:>5} registers{row.spilled:>5} spilled{row.shared:>8} shared"
     )
 
@@ -170,8 +251,12 @@ def table_of(rows: list[Row]) -> str:
         "| target | kernel | codec | head size | registers | spilled | shared bytes |",
         "|---|---|---|---|---|---|---|",
     ]
-    for r in rows:
-        cells = (r.target, r.kernel, r.codec, r.head_dim or "", r.registers, r.spilled, r.shared)
+    for row in rows:
+        case = row.case
+        cells = (
+            case.target, case.name, case.codec, case.head_dim or "", row.registers, row.spilled,
+            row.shared,
+        )  # fmt: skip
         lines.append("| " + " | ".join(map(str, cells)) + " |")
     return "\n".join(lines) + "\n"
 

@@ -19,10 +19,13 @@ from common.engine.rope import rope_tables
 from common.engine.weights import Checkpoint
 from common.kernels.gpu.attention import attention
 from common.kernels.gpu.checksum import checksums
-from common.kernels.gpu.store import store
+from common.kernels.gpu.decode import Partials, decode_attention
+from common.kernels.gpu.norm import rms_norm
+from common.kernels.gpu.store import rotate_and_store
+from common.kernels.gpu.swiglu import swiglu
 from common.kernels.offsets import Offsets
 from common.model_config import ModelConfig
-from common.pages import TAG_BYTES, ElementKind
+from common.pages import TAG_BYTES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +80,11 @@ class TritonModel:
         self._step = self._inputs.send(columns_of(batch, self._pool.layout.block_size))
         self._rows = self._hidden(self._step, num_layers)
 
+    def use_pool(self, pool: PageArena) -> None:
+        """Pages of the same layout, from now on."""
+        assert pool.layout == self._pool.layout
+        self._pool = pool
+
     def step_logits(self, step: DeviceStep) -> Tensor:
         """[num_rows, vocab_size] float32 of all rows of a step that lies on the device already."""
         return self._logits_of(self._hidden(step))
@@ -85,21 +93,18 @@ class TritonModel:
         """[num_rows, hidden_size] behind the layers. Waits for nothing and allocates by the shapes
         alone, so that it can be captured.
         """
-        cos, sin = self._cos[step.positions], self._sin[step.positions]
-        runs = [step.chunk_runs, step.decode_runs]
-        items, tables = step.items, step.tables
+        config = self._config
+        partials = Partials.allocate(
+            len(step.decode_runs), config.num_heads, config.head_dim, self._device
+        )
+        stream = None
         x = self._embedding[step.token_ids]
         for index, layer in enumerate(self._layers[:num_layers]):
-            q, k, v = self._qkv(layer, self._norm(x, layer.norm_1), cos, sin)
-            store(
-                k, v, items, self._pool.packed, self._pool.exact, self._pool.layout,
-                self._offsets, index,
-            )  # fmt: skip
-            attended = self._attend(q, k, v, runs, tables, index).flatten(1)
-            x = x + layer.out(attended)
-            gate, up = layer.gate_up(self._norm(x, layer.norm_2)).chunk(2, dim=1)
-            x = x + layer.down(F.silu(gate) * up)
-        return x
+            x, stream = self._norm(x, layer.norm_1, stream)
+            x = layer.out(self._attend(layer, layer.qkv(x), step, partials, index))
+            x, stream = self._norm(x, layer.norm_2, stream)
+            x = layer.down(swiglu(layer.gate_up(x)))
+        return x if stream is None else x + stream
 
     @torch.inference_mode()
     def logits(self, wanted: NDArray[np.int64]) -> Tensor:
@@ -108,7 +113,8 @@ class TritonModel:
 
     def _logits_of(self, rows: Tensor) -> Tensor:
         """[num_rows, vocab_size] float32 of hidden rows."""
-        return F.linear(self._norm(rows, self._final_norm), self._head).float()
+        normed, _ = self._norm(rows, self._final_norm)
+        return F.linear(normed, self._head).float()
 
     def checksum(self, page: Tensor) -> int:
         return int(checksums(page.unsqueeze(0))[0]) % 2**64
@@ -131,39 +137,30 @@ class TritonModel:
         target[self._to_device(block_ids)[good]] = pages[good]
         return accepted, sums
 
-    def _qkv(
-        self, layer: Layer, x: Tensor, cos: Tensor, sin: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """q [rows, heads, head_dim] rotated and scaled; k, v as they are stored, in fp32."""
-        config = self._config
-        heads = layer.qkv(x).view(len(x), -1, config.head_dim)
-        num_q, num_qk = config.num_heads, config.num_heads + config.num_kv_heads
-        q, k, v = heads[:, :num_q], heads[:, num_q:num_qk], heads[:, num_qk:]
-        if layer.q_norm is not None and layer.k_norm is not None:
-            q, k = self._norm(q, layer.q_norm), self._norm(k, layer.k_norm)
-        q = _rotate(q.float(), cos, sin) * config.head_dim**-0.5
-        kv = torch.stack([_rotate(k.float(), cos, sin), v.float()])
-        if self._pool.layout.codec.exact is ElementKind.BF16:
-            kv = kv.bfloat16().float()
-        return q.to(self._dtype), kv[0], kv[1]
-
     def _attend(
-        self, q: Tensor, k: Tensor, v: Tensor, runs: list[Tensor], tables: Tensor, index: int
+        self, layer: Layer, qkv: Tensor, step: DeviceStep, partials: Partials, index: int
     ) -> Tensor:
-        """Chunks and decodes by the same kernel, with rows enough for the longest run of each."""
+        """[num_rows, heads * head_dim] of qkv [num_rows, (heads + 2 * kv_heads) * head_dim], whose
+        K and V are stored on the way.
+        """
+        norms = None
+        if layer.q_norm is not None and layer.k_norm is not None:
+            norms = layer.q_norm, layer.k_norm
+        pool = self._pool
+        pages = pool.packed, pool.exact, pool.layout, self._offsets, index
+        q, k, v = rotate_and_store(
+            qkv.view(len(qkv), -1, self._config.head_dim), norms, self._config.rms_norm_eps,
+            self._cos, self._sin, step.items, *pages,
+        )  # fmt: skip
         out = torch.empty_like(q)
-        for which, max_tokens in zip(runs, (MAX_RUN_TOKENS, 1), strict=True):
-            if len(which):
-                attention(
-                    q, k, v, which, tables, self._pool.packed, self._pool.exact,
-                    self._pool.layout, self._offsets, index, max_tokens, out,
-                )  # fmt: skip
-        return out
+        attention(q, k, v, step.chunk_runs, step.tables, *pages, MAX_RUN_TOKENS, out)
+        decode_attention(q, k, v, step.decode_runs, step.tables, *pages, partials, out)
+        return out.flatten(1)
 
-    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        wide = x.float()
-        factor = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self._config.rms_norm_eps)
-        return (wide * factor).to(self._dtype) * weight
+    def _norm(
+        self, x: Tensor, weight: Tensor, stream: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        return rms_norm(x, weight, self._config.rms_norm_eps, stream)
 
     def _to_device(self, column: NDArray[np.generic]) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(column)).to(self._device)
@@ -219,10 +216,3 @@ class _Reader:
 
     def _linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         return make_linear(weight, bias, self._weight_dtype)
-
-
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [rows, heads, head_dim] by the angles of cos, sin [rows, head_dim / 2]."""
-    a, b = x.chunk(2, dim=-1)
-    cos, sin = cos[:, None], sin[:, None]
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)

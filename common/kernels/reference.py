@@ -121,7 +121,10 @@ def store(
     offsets: Offsets,
     layer: int,
 ) -> None:
-    """As `common.kernels.gpu.store.store`."""
+    """Write k, v [num_rows, kv_heads, head_dim] fp32, rounded to the exact form, into pages.
+
+    `items` [num_items, 6] int64; `packed` and `exact` are a pool's tensors.
+    """
     opens, sealed = exact_slices(exact, layout), packed_slices(packed, layout)
     for row, count, position, exact_page, packed_page, from_page in items.tolist():
         offset = position % layout.block_size
@@ -147,6 +150,57 @@ def store(
                 scales[packed_page, layer, head] = scale
 
 
+def rms_norm(
+    x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """As `common.kernels.gpu.norm.rms_norm`, over the last of any dimensions."""
+    total = x if residual is None else x + residual
+    wide = total.float()
+    factor = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return (wide * factor).to(x.dtype) * weight, total
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    """As `common.kernels.gpu.swiglu.swiglu`."""
+    gate, up = gate_up.chunk(2, dim=1)
+    return torch.nn.functional.silu(gate) * up
+
+
+def rotate_and_store(
+    heads: Tensor,
+    norms: tuple[Tensor, Tensor] | None,
+    eps: float,
+    cos: Tensor,
+    sin: Tensor,
+    items: Tensor,
+    packed: Tensor,
+    exact: Tensor,
+    layout: PageLayout,
+    offsets: Offsets,
+    layer: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As `common.kernels.gpu.store.rotate_and_store`; k and v of all rows, in fp32."""
+    kv_heads = layout.num_kv_heads
+    q, k, v = heads.split([heads.shape[1] - 2 * kv_heads, kv_heads, kv_heads], dim=1)
+    if norms is not None:
+        q, k = rms_norm(q, norms[0], eps)[0], rms_norm(k, norms[1], eps)[0]
+    positions = torch.zeros(len(heads), dtype=torch.long)
+    for row, count, position, *_ in items.tolist():
+        positions[row : row + count] = torch.arange(position, position + count)
+    q, k = (_rotate(x.float(), cos[positions], sin[positions]) for x in (q, k))
+    q = (q * heads.shape[2] ** -0.5).to(heads.dtype)
+    kv = [x.float().to(DTYPES[layout.codec.exact]).float() for x in (k, v)]
+    store(*kv, items, packed, exact, layout, offsets, layer)
+    return q, kv[0], kv[1]
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x [rows, heads, head_dim] by the angles of cos, sin [rows, head_dim / 2]."""
+    a, b = x.chunk(2, dim=-1)
+    cos, sin = cos[:, None], sin[:, None]
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+
+
 def attention(
     q: Tensor,
     k: Tensor,
@@ -159,7 +213,9 @@ def attention(
     offsets: Offsets,
     layer: int,
 ) -> Tensor:
-    """As `common.kernels.gpu.attention.attention`, one query at a time, with a plain softmax."""
+    """As `attention` and `decode_attention` of `common.kernels.gpu`, one query at a time, with a
+    plain softmax.
+    """
     out = torch.zeros_like(q)
     opens, block_size = exact_slices(exact, layout), layout.block_size
     group = q.shape[1] // layout.num_kv_heads

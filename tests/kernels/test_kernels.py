@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,9 +18,10 @@ from common.kernels.cpu import pages as cpu_pages
 from common.kernels.cpu import simd
 from common.kernels.cpu.attention import attention as cpu_attention
 from common.kernels.cpu.store import store as cpu_store
-from common.kernels.gpu.attention import attention as gpu_attention
+from common.kernels.gpu.attention import attention as chunk_attention
 from common.kernels.gpu.checksum import checksums as gpu_checksums
-from common.kernels.gpu.store import store as gpu_store
+from common.kernels.gpu.decode import Partials, decode_attention
+from common.kernels.gpu.store import rotate_and_store
 from common.kernels.offsets import Offsets
 from common.pages import CODECS as CODEC_TABLE
 from common.pages import ElementKind, PageLayout, codec_named
@@ -125,7 +127,33 @@ def fill(pool: PageArena, normal: Callable[..., Tensor], generator: torch.Genera
 
 
 Store = Callable[..., None]
-STORES: dict[str, Store] = {"triton": gpu_store, "numba": cpu_store}
+
+
+def unturned(store: Callable[..., object]) -> Store:
+    """A store that rotates, of k and v, with angles of zero and a query head for each KV head."""
+
+    def plain(k: Tensor, v: Tensor, items: Tensor, *pages: Any) -> None:
+        ones = torch.ones(int((items[:, 2] + items[:, 1]).max()), k.shape[2] // 2)
+        heads = torch.cat([torch.zeros_like(k), k, v], dim=1)
+        store(heads, None, 1e-5, ones, torch.zeros_like(ones), items, *pages)
+
+    return plain
+
+
+def gpu_attention(q: Tensor, k: Tensor, v: Tensor, runs: Tensor, *rest: Any) -> None:
+    *pages, longest, out = rest
+    is_decode = runs[:, 1] == 1
+    partials = Partials.allocate(len(runs), q.shape[1], q.shape[2], q.device)
+    both: tuple[Callable[..., None], ...] = chunk_attention, decode_attention
+    for kernel, which, last in zip(both, (~is_decode, is_decode), (longest, partials), strict=True):
+        kernel(q, k, v, runs[which], *pages, last, out)
+
+
+STORES: dict[str, Store] = {"triton": unturned(rotate_and_store), "numba": cpu_store}
+REFERENCES: dict[str, Store] = {
+    "triton": unturned(reference.rotate_and_store),
+    "numba": reference.store,
+}
 ATTENTIONS: dict[str, Callable[..., None]] = {"triton": gpu_attention, "numba": cpu_attention}
 
 
@@ -231,10 +259,11 @@ def seal_with(which: str, codec: str, block: Tensor, block_size: int = 16) -> tu
     found, wanted = PageArena(layout, 2, 1), PageArena(layout, 2, 1)
     none = offsets_of(layout, scale=0.0)
     STORES[which](rows, -rows, items, found.packed, found.exact, layout, none, 0)
-    reference.store(rows, -rows, items, wanted.packed, wanted.exact, layout, none, 0)
+    REFERENCES[which](rows, -rows, items, wanted.packed, wanted.exact, layout, none, 0)
     return found.packed, wanted.packed
 
 
+@pytest.mark.filterwarnings("ignore:invalid value encountered in multiply")  # infinity turned
 @pytest.mark.parametrize("name", blocks())
 @pytest.mark.parametrize("codec", QUANTISED)
 @pytest.mark.parametrize("which", STORES)

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from common.kernels.gpu.store import E4M3, encode_fp8
+from common.kernels.gpu.codec import E4M3, encode_fp8
 
 SPAN = 1024
 

@@ -1,0 +1,69 @@
+"""How large the pieces are that attention is computed in: `tiles.json`, by kind of device and head
+size.
+
+Written down rather than searched for while serving: a search costs a first request its time to
+first token, and two workers that found different tiles would round differently. A kind of device
+that is not in the table takes the entry of the one before it.
+"""
+
+import json
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+
+import torch
+
+HEAD_SIZES = (64, 128)
+"""Of the entries; larger heads take the last one."""
+NVIDIA_KINDS = {8: "sm_80", 9: "sm_90", 10: "sm_100"}
+AMD_KIND = "gfx942"
+INTERPRETER = "interpreter"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkTile:
+    """Of `common.kernels.gpu.attention`."""
+
+    rows: int
+    """Most (token, head of the group) pairs of one program."""
+    step_tokens: int
+    """Tokens of context that a program reads at once."""
+    num_warps: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeTile:
+    """Of `common.kernels.gpu.decode`. `parts` and `stretch_tokens` say which tokens are summed
+    together, so they are part of the result's last bits.
+    """
+
+    parts: int
+    """Programs that share one (request, KV head)."""
+    stretch_tokens: int
+    """Consecutive tokens that one part reads before the next part takes over."""
+    step_tokens: int
+    num_warps: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tiles:
+    chunk: ChunkTile
+    decode: DecodeTile
+
+
+@cache
+def tiles_of(kind: str, head_dim: int) -> Tiles:
+    table = json.loads(files(__package__).joinpath("tiles.json").read_text(encoding="utf-8"))
+    size = next((size for size in HEAD_SIZES if head_dim <= size), HEAD_SIZES[-1])
+    entry = table[kind][str(size)]
+    return Tiles(chunk=ChunkTile(**entry["chunk"]), decode=DecodeTile(**entry["decode"]))
+
+
+@cache
+def device_kind(device: torch.device) -> str:
+    if device.type != "cuda":
+        return INTERPRETER
+    if torch.version.hip is not None:
+        return AMD_KIND
+    major = torch.cuda.get_device_capability(device)[0]
+    return NVIDIA_KINDS[min(max(major, min(NVIDIA_KINDS)), max(NVIDIA_KINDS))]
