@@ -95,12 +95,21 @@ class Bench:
         return time.perf_counter() - began
 
 
-def measure(model: Path, codec: str, threads: int) -> list[Row]:
+def engine_bench(model: Path, codec: str, threads: int) -> Bench:
     num_blocks = max(BATCHES) * (-(-PROMPT_TOKENS // 16) + 2)
-    runner = load_runner(
-        model, codec=codec, num_blocks=num_blocks, num_exact=2 * max(BATCHES), num_threads=threads
+    return Bench(
+        load_runner(
+            model,
+            codec=codec,
+            num_blocks=num_blocks,
+            num_exact=2 * max(BATCHES),
+            num_threads=threads,
+        )
     )
-    bench = Bench(runner)
+
+
+def measure(model: Path, codec: str, threads: int) -> list[Row]:
+    bench = engine_bench(model, codec, threads)
 
     def row(what: str, batch: int, tokens: int, run: Callable[[], float]) -> Row:
         seconds = min(run() for _ in range(REPEATS))

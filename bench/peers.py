@@ -1,4 +1,5 @@
-"""`make bench-peers`: the job of `bench serve` through Tandem and whichever peers are installed.
+"""`make bench-peers`: Tandem and whichever peers are installed. First the engines alone
+(`bench/peer_engines.py`), then the job of `bench serve` through the servers.
 
 All servers are started first; then each gets the whole job in turn, round after round, from the
 same client, so that what else the machine does hits all alike. bench/README.md says how to install
@@ -23,6 +24,7 @@ import httpx
 from rich.console import Console
 from rich.table import Table
 
+from bench import peer_engines
 from bench.load import percentile, random_prompt, run_load
 from bench.serve import CONCURRENCY, FLEETS, NUM_REQUESTS, OUTPUT_TOKENS, PROMPT_TOKENS
 from bench.serving import free_port, serving, wait_for
@@ -158,6 +160,7 @@ def main() -> int:
     model = prepare(home(), lambda _: None)
     threads = os.cpu_count() or 1
     console = Console(width=120)
+    console.print(table_of_engines(peer_engines.compare(model, threads)))
     missing: list[str] = []
     with contextlib.ExitStack() as stack:
         contenders = []
@@ -204,6 +207,25 @@ def table_of(contenders: list[Contender]) -> Table:
             f"{NUM_REQUESTS * OUTPUT_TOKENS / contender.wall_s:.1f}",
             pair([t for result in contender.results for t in result.ttft_s], 1),
             pair([g for result in contender.results for g in result.gaps_s], 1000),
+        )
+    return table
+
+
+def table_of_engines(found: dict[str, peer_engines.Rates]) -> Table:
+    base = found["tandem"]
+    table = Table(
+        title=f"Engines alone, tokens/s: prefill of {PROMPT_TOKENS}, decode of "
+        f"{peer_engines.BATCH} after {PROMPT_TOKENS}; median of {peer_engines.NUM_ROUNDS} rounds"
+    )
+    for name in ("", "prefill", "tandem / it", "decode", "tandem / it"):
+        table.add_column(name, justify="right" if name else "left")
+    for name, rates in found.items():
+        table.add_row(
+            name,
+            f"{rates.prefill:.0f}",
+            f"{base.prefill / rates.prefill:.2f}",
+            f"{rates.decode:.0f}",
+            f"{base.decode / rates.decode:.2f}",
         )
     return table
 
