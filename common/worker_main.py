@@ -114,9 +114,9 @@ async def _open(
     give_up: Callable[[str], None],
 ) -> Parts:
     model = ModelConfig.load(config.model)
-    sizes = plan_memory(config, model)
+    plan = plan_memory(config, model)
     incarnation = new_incarnation()
-    runner = await thread.run(open_runner, config, sizes, int(incarnation, 16))
+    runner, sizes = await thread.run(open_runner, config, plan, int(incarnation, 16))
     host = split_address(config.advertise or config.listen)[0]
     clock = MonotonicClock()
     identity = Identity(

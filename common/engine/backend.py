@@ -1,5 +1,6 @@
 """Which kernels run a model: numba on CPU, Triton on a GPU. The runner sees one `Backend`."""
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -14,9 +15,30 @@ from common.engine.weights import Checkpoint
 from common.errors import ConfigError
 from common.kernels.offsets import Offsets
 from common.model_config import ModelConfig
+from common.pages import PageLayout
+from common.pool_size import PoolSize
 
 FP8_CAPABILITY = (8, 9)
 """Compute capability from which a GPU multiplies FP8: Ada and Hopper."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepLimits:
+    """The largest step that a worker plans."""
+
+    chunk_tokens: int
+    num_decodes: int
+    """Graphs are captured for as many; 0 for a worker that does not decode."""
+    max_tokens: int
+    """Of one request."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolShare:
+    """A pool as large as memory allows, on a GPU of which this worker may use `share`."""
+
+    share: float
+    max_num_seqs: int
 
 
 class Backend(Protocol):
@@ -48,37 +70,55 @@ class Backend(Protocol):
         ...
 
 
-def load_backend(
+def load_cpu(
     model_dir: str | Path,
     config: ModelConfig,
     pool: PageArena,
     offsets: Offsets,
     *,
-    device: str,
     dtype: str,
     weight_dtype: str,
     num_threads: int,
     max_num_tokens: int,
 ) -> Backend:
-    checkpoint = Checkpoint.open(model_dir)
-    if device == "cpu":
-        from common.engine.cpu_model import CpuModel, CpuWeights
+    from common.engine.cpu_model import CpuModel, CpuWeights
 
-        if dtype not in ("auto", "float32"):
-            raise ConfigError(f"on CPU Tandem computes in float32, not {dtype}", param="dtype")
-        if weight_dtype == "fp8":
-            check_fp8(torch.float32, None)
-        weights = CpuWeights(checkpoint, config)
-        return CpuModel(
-            config, weights, pool, offsets, max_num_tokens=max_num_tokens, num_threads=num_threads
-        )
+    if dtype not in ("auto", "float32"):
+        raise ConfigError(f"on CPU Tandem computes in float32, not {dtype}", param="dtype")
+    if weight_dtype == "fp8":
+        check_fp8(torch.float32, None)
+    weights = CpuWeights(Checkpoint.open(model_dir), config)
+    return CpuModel(
+        config, weights, pool, offsets, max_num_tokens=max_num_tokens, num_threads=num_threads
+    )
+
+
+def load_gpu(
+    model_dir: str | Path,
+    config: ModelConfig,
+    layout: PageLayout,
+    offsets: Offsets,
+    *,
+    dtype: str,
+    weight_dtype: str,
+    limits: StepLimits,
+    room: PoolSize | PoolShare,
+    landing: PoolSize,
+) -> tuple[Backend, PageArena]:
+    """The model and its pool; see `common.engine.gpu_memory.open_gpu`."""
+    from common.engine.gpu_memory import CudaGpu, open_gpu
     from common.engine.triton_model import TritonModel
 
     compute_dtype = _compute_dtype(dtype, config)
     if weight_dtype == "fp8":
         is_nvidia = torch.version.hip is None
         check_fp8(compute_dtype, torch.cuda.get_device_capability() if is_nvidia else None)
-    return TritonModel(config, checkpoint, pool, offsets, compute_dtype, weight_dtype)
+    checkpoint = Checkpoint.open(model_dir)
+
+    def make_model(pool: PageArena) -> TritonModel:
+        return TritonModel(config, checkpoint, pool, offsets, compute_dtype, weight_dtype)
+
+    return open_gpu(CudaGpu(), make_model, layout, limits, room=room, landing=landing)
 
 
 def _compute_dtype(dtype: str, config: ModelConfig) -> torch.dtype:

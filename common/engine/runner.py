@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from common.engine.backend import Backend, load_backend
+from common.engine.backend import Backend, PoolShare, StepLimits, load_cpu, load_gpu
 from common.engine.batch import StepBatch, make_batch
 from common.engine.grammar import GrammarTable
 from common.engine.offsets import open_offsets
@@ -28,6 +28,7 @@ from common.engine.weights import model_fingerprint
 from common.errors import ConfigError
 from common.model_config import ModelConfig
 from common.pages import TAG_BYTES, PageLayout, PageTag, codec_named, tag_mismatch
+from common.pool_size import PoolSize
 from common.scheduling.plan import (
     LandingMove,
     LandingResult,
@@ -164,7 +165,7 @@ class ModelRunner:
         return LandingResult(refusals=tuple(refusals))
 
     def self_test(self) -> None:
-        """Raise unless rows come out the same to the bit whatever stands beside them."""
+        """Raise unless rows come out the same whatever stands beside them; on a CPU to the bit."""
         check_row_invariance(self.config, self._backend, self.pool)
 
     def _start(self, start: OutputStart) -> None:
@@ -333,8 +334,9 @@ def load_runner(
     *,
     codec: str = "fp8_e4m3",
     block_size: int = 16,
-    num_blocks: int,
-    num_exact: int,
+    num_blocks: int = 0,
+    num_exact: int = 0,
+    share: PoolShare | None = None,
     num_landing_packed: int = 0,
     num_landing_exact: int = 0,
     device: str = "cpu",
@@ -343,10 +345,14 @@ def load_runner(
     num_threads: int = 1,
     incarnation: int = 0,
     max_num_tokens: int = 512,
+    max_num_decodes: int = 0,
+    max_model_len: int | None = None,
     is_calibrated: bool = True,
 ) -> ModelRunner:
-    """Read a model and allocate its pools. `num_blocks` counts packed pages, `max_num_tokens` rows
-    of a step; `is_calibrated` is False to leave the model's offsets aside.
+    """Read a model and allocate its pools. `num_blocks` counts packed pages; on a GPU, `share` may
+    say instead how large the pool gets. `max_num_tokens` counts rows of a step, `max_num_decodes`
+    those of them that decode (a GPU captures graphs for so many). `is_calibrated` is False to leave
+    the model's offsets aside.
     """
     config = ModelConfig.load(model_dir)
     layout = PageLayout(
@@ -361,23 +367,44 @@ def load_runner(
     if num_threads < 1:
         raise ConfigError(f"a worker needs at least one thread, not {num_threads}", param="threads")
     offsets, offsets_hash = open_offsets(model_dir, config, layout, is_calibrated=is_calibrated)
-    pool = PageArena(layout, num_blocks, num_exact, device)
-    backend = load_backend(
-        model_dir,
-        config,
-        pool,
-        offsets,
-        device=device,
-        dtype=dtype,
-        weight_dtype=weight_dtype,
-        num_threads=num_threads,
-        max_num_tokens=max_num_tokens,
-    )
+    size = PoolSize(num_packed=num_blocks, num_exact=num_exact)
+    landing = PoolSize(num_packed=num_landing_packed, num_exact=num_landing_exact)
+    backend: Backend
+    if device == "cuda":
+        max_tokens = max_model_len or config.max_position_embeddings
+        backend, pool = load_gpu(
+            model_dir,
+            config,
+            layout,
+            offsets,
+            dtype=dtype,
+            weight_dtype=weight_dtype,
+            limits=StepLimits(
+                chunk_tokens=min(max_num_tokens - max_num_decodes, max_tokens),
+                num_decodes=max_num_decodes,
+                max_tokens=max_tokens,
+            ),
+            room=share or size,
+            landing=landing,
+        )
+    else:
+        assert share is None, "only a GPU's pool is sized by what is left"
+        pool = PageArena(layout, num_blocks, num_exact)
+        backend = load_cpu(
+            model_dir,
+            config,
+            pool,
+            offsets,
+            dtype=dtype,
+            weight_dtype=weight_dtype,
+            num_threads=num_threads,
+            max_num_tokens=max_num_tokens,
+        )
     return ModelRunner(
         config=config,
         backend=backend,
         pool=pool,
-        landing=PageArena(layout, num_landing_packed, num_landing_exact, device),
+        landing=PageArena(layout, landing.num_packed, landing.num_exact, device),
         grammars=GrammarTable(
             Path(model_dir) / "tokenizer.json",
             vocab_size=config.vocab_size,

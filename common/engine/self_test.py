@@ -1,4 +1,6 @@
-"""Start-up self-test: rows come out the same to the bit whatever stands beside them.
+"""Start-up self-test: rows come out the same whatever stands beside them. On a CPU that means to
+the bit; a GPU's matrix routines round differently for other numbers of rows, so there a margin
+holds that wrong kernels miss by far.
 
 A prompt of 512 tokens is computed in one chunk, then its first 1 to 64 tokens again as smaller
 chunks, then token by token as decodes, through the first layers and the output head. Runs before
@@ -25,6 +27,10 @@ LONG, SHORT = 512, 64
 TAIL = 1  # an exact page; exact page 0 is block 0's
 NUM_LAYERS = 2
 """Layers that the test runs through: the second reads what the first has stored."""
+
+
+GPU_MARGIN = 0.1
+"""Of the largest logit of a row."""
 
 
 def check_row_invariance(config: ModelConfig, backend: Backend, pool: PageArena) -> None:
@@ -54,9 +60,10 @@ class _SelfTest:
         num_short = min(SHORT, len(self._tokens) - 1)
         wanted = self._chunk_logits(len(self._tokens), num_short)
         for count in range(1, num_short + 1):
-            _compare(self._chunk_logits(count, count)[-1], wanted[count - 1], f"chunk of {count}")
+            found = self._chunk_logits(count, count)[-1]
+            self._compare(found, wanted[count - 1], f"chunk of {count}")
         for position, found in enumerate(self._decode_logits(num_short)):
-            _compare(found, wanted[position], f"decode at position {position}")
+            self._compare(found, wanted[position], f"decode at position {position}")
 
     def _chunk_logits(self, count: int, num_wanted: int) -> NDArray[np.float32]:
         """Logits of the first `num_wanted` tokens of a chunk of `count`; of the last, if all."""
@@ -112,19 +119,32 @@ class _SelfTest:
         self._backend.forward(batch, NUM_LAYERS)
         return self._backend.logits(batch.wanted).cpu().numpy().copy()
 
+    def _compare(self, found: NDArray[np.float32], wanted: NDArray[np.float32], what: str) -> None:
+        compare(found, wanted, what, 0.0 if self._device.type == "cpu" else GPU_MARGIN)
+
 
 def _tokens(count: int, vocab_size: int) -> NDArray[np.int32]:
     """A fixed scatter over the vocabulary."""
     return (np.arange(count, dtype=np.int64) * 7919 % vocab_size).astype(np.int32)
 
 
-def _compare(found: NDArray[np.float32], wanted: NDArray[np.float32], what: str) -> None:
+def compare(
+    found: NDArray[np.float32], wanted: NDArray[np.float32], what: str, margin: float
+) -> None:
+    """Raises InternalError unless the rows [vocab_size] are the same: to the bit with no margin,
+    else within this share of the largest logit.
+    """
     if not np.isfinite(wanted).all():
         raise InternalError(
             "self-test: the model's logits are not finite; are the weights damaged?"
         )
-    if not np.array_equal(found.view(np.int32), wanted.view(np.int32)):
-        apart = float(np.abs(found - wanted).max())
+    apart = float(np.abs(found - wanted).max())
+    if margin and not apart <= margin * float(np.abs(wanted).max()):
+        raise InternalError(
+            f"self-test: a {what} gives other logits than a long chunk (up to {apart:.2e} apart, "
+            f"the largest is {float(np.abs(wanted).max()):.2e}); a kernel is wrong on this GPU"
+        )
+    if not margin and not np.array_equal(found.view(np.int32), wanted.view(np.int32)):
         raise InternalError(
             f"self-test: a {what} gives other bits than a long chunk (up to {apart:.2e} apart); "
             "this machine's kernels are not independent of the batch"

@@ -1,8 +1,10 @@
 """From a worker's configuration to a running engine: how much memory the pools get, and the
 device's thread.
 
-    sizes = plan_memory(config, model, layout)         # decide
-    runner = open_runner(config, sizes, incarnation)   # do: read weights, allocate, self-test
+    plan = plan_memory(config, model)                     # decide
+    runner, sizes = open_runner(config, plan, incarnation)  # do: read weights, allocate, self-test
+
+How many blocks fit a GPU is only known when its weights are loaded and a step has been tried.
 
 `EngineDevice` is the seam that workers hold: plans and landings go to the one thread that owns the
 device.
@@ -12,17 +14,17 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
 from common.config import WorkerConfig
+from common.engine.backend import PoolShare
 from common.engine.device_thread import DeviceThread
 from common.engine.runner import ModelRunner, Runner, load_runner
 from common.errors import ConfigError
 from common.model_config import ModelConfig
 from common.pages import PageLayout, codec_named
-from common.pool_size import ACTIVATION_SHARE, PoolSize, landing_of, pool_of, pool_within
+from common.pool_size import PoolSize, landing_of, pool_of
 from common.scheduling.plan import LandingMove, LandingResult, StepPlan, StepResult
 from common.worker import LoopCall
 
@@ -45,6 +47,13 @@ class Sizes:
     num_exact: int
     num_landing_packed: int
     num_landing_exact: int
+    max_model_len: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryPlan:
+    pool: PoolSize | PoolShare
+    landing: PoolSize
     max_model_len: int
     device: str
 
@@ -70,7 +79,7 @@ class EngineDevice:
         return await self._thread.run_first(self._runner.land, moves)
 
 
-def plan_memory(config: WorkerConfig, model: ModelConfig) -> Sizes:
+def plan_memory(config: WorkerConfig, model: ModelConfig) -> MemoryPlan:
     """Raises ConfigError when what was asked for does not fit the model or the machine."""
     device = _device(config)
     if config.max_model_len is not None and config.max_model_len > model.max_position_embeddings:
@@ -78,17 +87,19 @@ def plan_memory(config: WorkerConfig, model: ModelConfig) -> Sizes:
             f"--max-model-len is {config.max_model_len}, the model has "
             f"{model.max_position_embeddings} positions"
         )
-    layout = page_layout(config, model)
-    num_blocks = config.kv_blocks or _default_blocks(config, layout, device)
-    pool = pool_of(num_blocks, config.max_num_seqs)
+    pool: PoolSize | PoolShare
+    if device == "cuda" and config.kv_blocks is None:
+        share = config.gpu_memory_utilization or DEFAULT_GPU_SHARE
+        pool = PoolShare(share=share, max_num_seqs=config.max_num_seqs)
+    else:
+        num_blocks = config.kv_blocks or _cpu_blocks(page_layout(config, model))
+        pool = pool_of(num_blocks, config.max_num_seqs)
     landing = PoolSize(num_packed=0, num_exact=0)
     if config.role == "decode":
         landing = landing_of(config.max_chunk_tokens, config.block_size)
-    return Sizes(
-        num_blocks=pool.num_packed,
-        num_exact=pool.num_exact,
-        num_landing_packed=landing.num_packed,
-        num_landing_exact=landing.num_exact,
+    return MemoryPlan(
+        pool=pool,
+        landing=landing,
         max_model_len=config.max_model_len or model.max_position_embeddings,
         device=device,
     )
@@ -104,27 +115,39 @@ def page_layout(config: WorkerConfig, model: ModelConfig) -> PageLayout:
     )
 
 
-def open_runner(config: WorkerConfig, sizes: Sizes, incarnation: int) -> ModelRunner:
+def open_runner(
+    config: WorkerConfig, plan: MemoryPlan, incarnation: int
+) -> tuple[ModelRunner, Sizes]:
     """Reads the model, allocates the pools, and proves that rows do not depend on their
     neighbours.
     """
+    size = plan.pool if isinstance(plan.pool, PoolSize) else PoolSize(num_packed=0, num_exact=0)
     runner = load_runner(
         config.model,
         codec=config.kv_codec,
         block_size=config.block_size,
-        num_blocks=sizes.num_blocks,
-        num_exact=sizes.num_exact,
-        num_landing_packed=sizes.num_landing_packed,
-        num_landing_exact=sizes.num_landing_exact,
-        device=sizes.device,
+        num_blocks=size.num_packed,
+        num_exact=size.num_exact,
+        share=plan.pool if isinstance(plan.pool, PoolShare) else None,
+        num_landing_packed=plan.landing.num_packed,
+        num_landing_exact=plan.landing.num_exact,
+        device=plan.device,
         dtype=config.dtype,
         weight_dtype=config.weight_dtype,
         num_threads=config.threads or os.cpu_count() or 1,
         incarnation=incarnation,
         max_num_tokens=config.max_chunk_tokens + config.max_num_seqs,
+        max_num_decodes=0 if config.role == "prefill" else config.max_num_seqs,
+        max_model_len=plan.max_model_len,
     )
     runner.self_test()
-    return runner
+    return runner, Sizes(
+        num_blocks=len(runner.pool.packed),
+        num_exact=len(runner.pool.exact),
+        num_landing_packed=plan.landing.num_packed,
+        num_landing_exact=plan.landing.num_exact,
+        max_model_len=plan.max_model_len,
+    )
 
 
 def _device(config: WorkerConfig) -> str:
@@ -137,17 +160,7 @@ def _device(config: WorkerConfig) -> str:
     return device
 
 
-def _default_blocks(config: WorkerConfig, layout: PageLayout, device: str) -> int:
-    if device == "cpu":
-        available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        return max(
-            64, min(MAX_CPU_BLOCKS, int(available * CPU_MEMORY_SHARE) // layout.packed_page_bytes)
-        )
-    free, total = torch.cuda.mem_get_info()
-    weights = sum(path.stat().st_size for path in Path(config.model).glob("*.safetensors"))
-    share = config.gpu_memory_utilization or DEFAULT_GPU_SHARE
-    budget = min(free, int(total * share)) - weights - int(total * ACTIVATION_SHARE)
-    pool = pool_within(budget, layout, config.max_num_seqs)
-    if pool is None or pool.num_packed < 64:
-        raise ConfigError("the GPU has too little memory for this model; lower --max-num-seqs")
-    return pool.num_packed
+def _cpu_blocks(layout: PageLayout) -> int:
+    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    affordable = int(available * CPU_MEMORY_SHARE) // layout.packed_page_bytes
+    return max(64, min(MAX_CPU_BLOCKS, affordable))

@@ -186,10 +186,9 @@ def test_requests_give_the_same_tokens_with_graphs(tmp_path: Path) -> None:
         runner = triton_runner(path, has_graphs=has_graphs)
         backend = runner._backend
         driver = Driver(runner)
-        driver.add("a", [int(t) for t in np.arange(30) * 31 % 331], max_tokens=3)
+        driver.add("a", [int(t) for t in np.arange(20) * 31 % 331], max_tokens=3)
         driver.run(chunk_tokens=16)
         driver.add("b", list(range(13)), max_tokens=2)
-        driver.add("c", list(range(17, 19)), max_tokens=2)
         driver.run(chunk_tokens=16)
         tokens.append((driver.tokens, [np.stack(rows) for rows in driver.logits.values()]))
         if isinstance(backend, GraphedModel):
