@@ -54,8 +54,10 @@ class Backend(Protocol):
         """
         ...
 
-    def checksum(self, page: Tensor) -> int:
-        """`common.pages.checksum` of a page [page_bytes] uint8."""
+    def checksums(self, pages: Tensor, which: Tensor) -> Tensor:
+        """int64 [len(which)]: the bits of `common.pages.checksum` of some of pages [num_pages,
+        page_bytes] uint8. `which` int64, on the pages' device; does not wait for it.
+        """
         ...
 
     def land(

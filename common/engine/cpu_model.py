@@ -84,7 +84,11 @@ class CpuModel:
         for helper in helping:
             helper.result()
 
-    def checksum(self, page: Tensor) -> int:
+    def checksums(self, pages: Tensor, which: Tensor) -> Tensor:
+        sums = [self._checksum(pages[int(page)]) for page in which]
+        return torch.from_numpy(np.array(sums, dtype=np.uint64).view(np.int64))
+
+    def _checksum(self, page: Tensor) -> int:
         return int(checksum_of(page.data_ptr(), page.numel()))
 
     def land(

@@ -53,8 +53,8 @@ class GraphedModel:
             return self._logits
         return self._logits[torch.from_numpy(wanted).to(self._logits.device)]
 
-    def checksum(self, page: Tensor) -> int:
-        return self._model.checksum(page)
+    def checksums(self, pages: Tensor, which: Tensor) -> Tensor:
+        return self._model.checksums(pages, which)
 
     def land(
         self,

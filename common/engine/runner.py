@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from common.engine.backend import Backend, PoolShare, StepLimits, load_cpu, load_gpu
 from common.engine.batch import StepBatch, make_batch
+from common.engine.device_inputs import InputBuffer
 from common.engine.grammar import GrammarTable
 from common.engine.offsets import open_offsets
 from common.engine.outputs import OutputTable
@@ -93,7 +94,7 @@ class ModelRunner:
         self._backend = backend
         self._incarnation = incarnation
         self._grammars = grammars
-        self._device = device
+        self._sender = InputBuffer(torch.device(device))
         self._outputs = OutputTable(
             max_blocks=-(-config.max_position_embeddings // self.layout.block_size),
             num_packed=len(pool.packed),
@@ -117,9 +118,10 @@ class ModelRunner:
         if plan.chunks or plan.decodes:
             batch = make_batch(plan, self._outputs, self.layout.block_size)
             self._backend.forward(batch)
-        for order in plan.tags:
-            self._write_tag(order)
+        for kind in PageKind:
+            self._write_tags(kind, [order for order in plan.tags if order.kind is kind])
         if on_stored is not None:
+            self._settle()
             on_stored()
         outcome = _Outcome() if batch is None else self._sample(plan, batch)
         return _result(plan.step, outcome, time.perf_counter() - began)
@@ -139,10 +141,9 @@ class ModelRunner:
         for key in plan.drops:
             self._outputs.drop(key)
             self._grammars.drop(key)
-        for kind, block_id in plan.clears:
-            self._clear_tag(kind, block_id)
-        for source, destination in plan.copies:
-            self._copy_exact(source, destination)
+        for page_kind in PageKind:
+            self._clear_tags(page_kind, [page for kind, page in plan.clears if kind is page_kind])
+        self._copy_exact(plan.copies)
         for start in plan.starts:
             self._start(start)
         for key, block_id in plan.grown:
@@ -225,24 +226,43 @@ class ModelRunner:
     def _pages(self, kind: PageKind, arena: PageArena) -> torch.Tensor:
         return arena.packed if kind is PageKind.PACKED else arena.exact
 
-    def _clear_tag(self, kind: PageKind, block_id: int) -> None:
-        self._pages(kind, self.pool)[block_id, -TAG_BYTES:] = 0
+    def _clear_tags(self, kind: PageKind, block_ids: list[int]) -> None:
+        if block_ids:
+            [which] = self._sender.send_arrays([np.array(block_ids, dtype=np.int64)])
+            self._pages(kind, self.pool)[which, -TAG_BYTES:] = 0
 
-    def _copy_exact(self, source: int, destination: int) -> None:
-        self.pool.exact[destination, :-TAG_BYTES] = self.pool.exact[source, :-TAG_BYTES]
+    def _copy_exact(self, copies: Sequence[tuple[int, int]]) -> None:
+        if copies:
+            [which] = self._sender.send_arrays([np.array(copies, dtype=np.int64).T])
+            sources, destinations = which
+            self.pool.exact[destinations, :-TAG_BYTES] = self.pool.exact[sources, :-TAG_BYTES]
 
-    def _write_tag(self, order: TagOrder) -> None:
-        page = self._pages(order.kind, self.pool)[order.block_id]
-        tag = PageTag(
-            content_hash=order.content_hash,
-            fingerprint=self.layout_fingerprint,
-            num_tokens=order.num_tokens,
-            incarnation=self._incarnation,
-            generation=order.generation,
-        )
-        _put_tag(page, tag.pack())
-        checksum = self._backend.checksum(page)
-        _put_tag(page, tag.with_checksum(checksum).pack())
+    def _write_tags(self, kind: PageKind, orders: list[TagOrder]) -> None:
+        """The tags with no checksum yet, then the checksums of the pages as they are now."""
+        if not orders:
+            return
+        tags = [
+            PageTag(
+                content_hash=order.content_hash,
+                fingerprint=self.layout_fingerprint,
+                num_tokens=order.num_tokens,
+                incarnation=self._incarnation,
+                generation=order.generation,
+            ).pack()
+            for order in orders
+        ]
+        words = np.frombuffer(b"".join(tags), dtype=np.int64).reshape(len(orders), -1)
+        block_ids = np.array([order.block_id for order in orders], dtype=np.int64)
+        which, sent = self._sender.send_arrays([block_ids, words])
+        pages = self._pages(kind, self.pool)
+        of_pages = pages.view(torch.int64)
+        of_pages[which, -TAG_BYTES // 8 :] = sent
+        of_pages[which, -1] = self._backend.checksums(pages, which)
+
+    def _settle(self) -> None:
+        """Until pages are complete: whoever is told of them may read them by other ways."""
+        if self.pool.packed.is_cuda:
+            torch.cuda.current_stream().synchronize()
 
     def _land(self, kind: PageKind, moves: list[LandingMove]) -> Iterator[str | None]:
         wanted = [
@@ -269,10 +289,6 @@ class ModelRunner:
             else:
                 found = PageTag.unpack(source[move.slot, -TAG_BYTES:].cpu().numpy().tobytes())
                 yield tag_mismatch(found, tag.with_checksum(int(checksum)))
-
-
-def _put_tag(page: torch.Tensor, tag: bytes) -> None:
-    page[-TAG_BYTES:] = torch.frombuffer(bytearray(tag), dtype=torch.uint8).to(page.device)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
