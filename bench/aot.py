@@ -27,12 +27,13 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from common.kernels.gpu import checksum, norm, quantise, swiglu
+from common.kernels.gpu import checksum, landing, norm, quantise, sampling, swiglu
 from common.kernels.gpu.attention import attention_kernel, rows_of, step_of
+from common.kernels.gpu.convert import convert_kernel
 from common.kernels.gpu.decode import decode_kernel, merge_kernel
 from common.kernels.gpu.store import store_kernel
 from common.kernels.gpu.tiles import tiles_of
-from common.pages import CODECS, ElementKind, PageLayout
+from common.pages import CODECS, TAG_BYTES, ElementKind, PageLayout
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -47,7 +48,9 @@ RUN_TOKENS = 64
 
 POINTERS = {
     **dict.fromkeys(("packed_ptr", "exact_ptr"), "*u8"),
-    **dict.fromkeys(("items_ptr", "runs_ptr"), "*i64"),
+    **dict.fromkeys(("source_packed_ptr", "source_exact_ptr"), "*u8"),
+    **dict.fromkeys(("target_packed_ptr", "target_exact_ptr"), "*u8"),
+    **dict.fromkeys(("items_ptr", "runs_ptr", "moves_ptr"), "*i64"),
     **dict.fromkeys(("q_ptr", "out_ptr", "heads_ptr", "q_norm_ptr", "k_norm_ptr"), "*bf16"),
     "tables_ptr": "*i32",
 }
@@ -83,10 +86,14 @@ class Row:
 KERNELS: dict[str, Any] = {
     "attention": attention_kernel,
     "checksum": checksum.checksum_kernel,
+    "check": landing.check_kernel,
+    "convert": convert_kernel,
+    "copy": landing.copy_kernel,
     "decode": decode_kernel,
     "merge": merge_kernel,
     "norm": norm.rms_norm_kernel,
     "quantise": quantise.quantise_rows_kernel,
+    "sample": sampling.sample_kernel,
     "store": store_kernel,
     "swiglu": swiglu.swiglu_kernel,
 }
@@ -130,6 +137,19 @@ def plain_cases(target: str) -> Iterator[Case]:
     rows = {"x_ptr": "*bf16", "residual_ptr": "*bf16", "weight_ptr": "*bf16"}
     rows |= {"normed_ptr": "*bf16", "sum_ptr": "*bf16", "gate_up_ptr": "*bf16", "out_ptr": "*bf16"}
     yield Case("checksum", "checksum", target, {"WORDS": checksum.WORDS_AT_ONCE}, pointers=words)
+    words |= dict.fromkeys(
+        ("source_ptr", "target_ptr", "slots_ptr", "blocks_ptr", "tags_ptr", "shares_ptr"), "*i64"
+    ) | {"outcome_ptr": "*i64"}
+    check = {"WORDS": landing.WORDS_AT_ONCE}
+    copy = check | {"SHARES": landing.SHARES, "TAG_WORDS": TAG_BYTES // 8}
+    yield Case("land, check", "check", target, check, pointers=words)
+    yield Case("land, copy", "copy", target, copy, pointers=words)
+    columns = dict.fromkeys(("temperature_ptr", "min_p_ptr", "top_p_ptr", "chance_ptr"), "*fp64")
+    columns |= {"top_k_ptr": "*i64", "tokens_ptr": "*i64"}
+    yield Case(
+        "sample", "sample", target, {"TILE": sampling.TILE, "SIDES": sampling.SIDES},
+        num_warps=sampling.NUM_WARPS, pointers=columns,
+    )  # fmt: skip
     yield Case(
         "RMSNorm", "norm", target, {"HAS_RESIDUAL": 1, "WIDTH": HIDDEN}, pointers=rows,
         num_warps=norm.warps_of(HIDDEN),
@@ -154,7 +174,9 @@ def page_cases(target: str, codec: str, head_dim: int) -> Iterator[Case]:
     exact = "*fp32" if CODECS[codec].exact is ElementKind.FP32 else "*bf16"
     pointers = {"k_ptr": exact, "v_ptr": exact}
     store = shape | {"HAS_NORM": 1}
-    yield Case("rotate, store", "store", target, store, codec, head_dim, pointers=pointers)
+    yield Case(
+        "rotate, store", "store", target, store, codec, head_dim, tiles.store.num_warps, pointers
+    )
     rows = rows_of(tiles.chunk, RUN_TOKENS, GROUP)
     step = step_of(tiles.chunk.step_tokens, BLOCK_SIZE)
     chunk = shape | {"ROWS": rows, "STEP": step}
@@ -166,6 +188,20 @@ def page_cases(target: str, codec: str, head_dim: int) -> Iterator[Case]:
     decode |= {"STRETCH": tile.stretch_tokens // BLOCK_SIZE}
     decode |= {"STEP": step_of(tile.step_tokens, BLOCK_SIZE)}
     yield Case("decode", "decode", target, decode, codec, head_dim, tile.num_warps, pointers)
+    yield Case("convert", "convert", target, convert_shape(codec, head_dim), codec, head_dim)
+
+
+def convert_shape(codec: str, head_dim: int) -> dict[str, int]:
+    """K's pages of 16 tokens joined into pages of 32 of the same codec."""
+    found = {"HEAD_DIM": head_dim, "WIDTH": width_of(head_dim), "IS_K": 1}
+    for side, block_size in (("SOURCE", 16), ("TARGET", 32)):
+        layout = PageLayout(1, KV_HEADS, block_size, head_dim, CODECS[codec])
+        k_scale, v_scale = layout.scale_bytes
+        found |= {f"{side}_HEADS": KV_HEADS, f"{side}_BLOCK": block_size}
+        found |= {f"{side}_EXACT": int(layout.codec.exact)}
+        found |= {f"{side}_PACKED": int(layout.codec.packed)}
+        found |= {f"{side}_K_SCALE": k_scale, f"{side}_V_SCALE": v_scale}
+    return found
 
 
 def shape_of(codec: str, head_dim: int) -> dict[str, int]:

@@ -157,7 +157,8 @@ def sample(logits: Tensor, rows: SamplingRows, masks: TokenMasks | None = None) 
     tokens = adjusted.argmax(dim=1).cpu().numpy()
     drawn = np.flatnonzero((rows.temperature >= GREEDY_BELOW) & is_finite)
     if len(drawn):
-        tokens[drawn] = _draw(adjusted[torch.from_numpy(drawn).to(logits.device)], drawn, rows)
+        drawing = draw if logits.device.type == "cpu" else draw_on_device
+        tokens[drawn] = drawing(adjusted[torch.from_numpy(drawn).to(logits.device)], drawn, rows)
     return Sampled(token_ids=tokens, is_finite=is_finite, logprobs=_logprobs(logits, tokens, rows))
 
 
@@ -222,7 +223,21 @@ def score(logits: Tensor, targets: NDArray[np.int32], num_top: int) -> PromptLog
     return PromptLogprobs.joined(num_top, parts)
 
 
-def _draw(logits: Tensor, which: NDArray[np.int64], rows: SamplingRows) -> NDArray[np.int64]:
+def draw_on_device(
+    logits: Tensor, which: NDArray[np.int64], rows: SamplingRows
+) -> NDArray[np.int64]:
+    """As `draw`, in one launch of Triton's kernel and without a sort."""
+    from common.kernels.gpu.sampling import sample_rows  # there is no Triton beside CPUs
+
+    chance = uniform(rows.seed[which], rows.position[which])
+    columns = (rows.temperature, rows.min_p, rows.top_k, rows.top_p)
+    on_device = [
+        torch.from_numpy(c).to(logits.device) for c in (*(c[which] for c in columns), chance)
+    ]
+    return sample_rows(logits, *on_device).cpu().numpy()
+
+
+def draw(logits: Tensor, which: NDArray[np.int64], rows: SamplingRows) -> NDArray[np.int64]:
     """Tokens for the rows `which`, whose logits [len(which), vocab] are given."""
     device = logits.device
 
@@ -295,7 +310,9 @@ def _filtered(
     mass = torch.where(top_k > 0, by_rank.sum(dim=1, keepdim=True), totals)
     before = by_rank.cumsum(dim=1) - by_rank
     kept = torch.where((before < top_p * mass) | (rank == 0) | (top_p >= 1.0), by_rank, 0.0)
-    is_enough = (kept[:, -1] == 0.0) | (count == vocab) | (top_k.squeeze(1) == count)
+    # not when tokens beyond the candidates count for top_k, or weigh as much as the last one kept
+    lowest = torch.where(kept > 0.0, best, torch.inf).amin(dim=1)
+    is_enough = (lowest > best[:, -1]) & (top_k.squeeze(1) <= count) | (count == vocab)
     return kept, is_enough
 
 

@@ -20,12 +20,12 @@ from common.engine.weights import Checkpoint
 from common.kernels.gpu.attention import attention
 from common.kernels.gpu.checksum import checksums
 from common.kernels.gpu.decode import Partials, decode_attention
+from common.kernels.gpu.landing import land
 from common.kernels.gpu.norm import rms_norm
 from common.kernels.gpu.store import rotate_and_store
 from common.kernels.gpu.swiglu import swiglu
 from common.kernels.offsets import Offsets
 from common.model_config import ModelConfig
-from common.pages import TAG_BYTES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,15 +127,7 @@ class TritonModel:
         block_ids: NDArray[np.int64],
         tags: NDArray[np.uint8],
     ) -> tuple[NDArray[np.bool_], NDArray[np.uint64]]:
-        pages = source[self._to_device(slots)]
-        sums = checksums(pages).cpu().numpy().view(np.uint64)
-        found = pages[:, -TAG_BYTES:].cpu().numpy()
-        accepted = (found[:, :-8] == tags[:, :-8]).all(1)
-        accepted &= found[:, -8:].copy().view(np.uint64)[:, 0] == sums
-        good = self._to_device(np.flatnonzero(accepted))
-        pages[:, -TAG_BYTES:] = 0
-        target[self._to_device(block_ids)[good]] = pages[good]
-        return accepted, sums
+        return land(source, target, slots, block_ids, tags)
 
     def _attend(
         self, layer: Layer, qkv: Tensor, step: DeviceStep, partials: Partials, index: int

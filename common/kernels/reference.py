@@ -257,6 +257,17 @@ def _dequantised(
     return torch.stack(left) + offsets.of_block(layer, block)[:, :, None]
 
 
+def read_block(
+    packed: Tensor, exact: Tensor, layout: PageLayout, offsets: Offsets, page: int, block: int,
+    is_exact: bool,
+) -> Tensor:  # fmt: skip
+    """[num_layers, 2, kv_heads, block_size, head_dim] fp32 of block number `block` in a page."""
+    if is_exact:
+        return exact_slices(exact, layout)[page].float()
+    layers = range(layout.num_layers)
+    return torch.stack([_dequantised(packed, layout, offsets, page, i, block) for i in layers])
+
+
 def checksums(pages: Tensor) -> list[int]:
     """One checksum per page [num_pages, page_bytes]."""
     return [checksum(page.cpu().numpy()) for page in pages]

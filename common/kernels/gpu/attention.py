@@ -125,14 +125,16 @@ def attention_kernel(
     last_own = (position + end_token - 1) // BLOCK
     for first in range(1, last_own, STEP):
         blocks = first + tl.arange(0, STEP)[:, None, None]
-        keys, values = load_blocks(
+        packed_keys, packed_values = load_blocks(
             table, blocks, blocks < last_own, packed_ptr, packed_bytes, first_slice, scales_offset,
             head, means_ptr, cos_ptr, sin_ptr, STEP, KV_HEADS, BLOCK, HEAD_DIM, WIDTH, PACKED_KIND,
             K_SCALE, V_SCALE,
         )  # fmt: skip
         of_token = first + tl.arange(0, STEP * BLOCK) // BLOCK
-        seen = own_blocks[:, None] > of_token[None, :]
-        largest, sums, acc = softmax_step(q, keys, values, seen, largest, sums, acc)
+        is_seen = own_blocks[:, None] > of_token[None, :]
+        largest, sums, acc = softmax_step(
+            q, packed_keys, packed_values, is_seen, largest, sums, acc
+        )
 
     for block in range(tl.maximum(first_own, 1), last_own + 1):
         token = block * BLOCK - position + slots

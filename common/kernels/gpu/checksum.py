@@ -12,6 +12,12 @@ WORDS_AT_ONCE = 1024
 
 
 @triton.jit
+def word_factors(index):
+    spread = (index + 1).to(tl.int64) * -7046029254386353131
+    return spread ^ ((spread >> 32) & 0xFFFFFFFF) | 1
+
+
+@triton.jit
 def checksum_kernel(pages_ptr, page_words, sums_ptr, WORDS: tl.constexpr):
     page = tl.program_id(0)
     words = pages_ptr + page.to(tl.int64) * page_words
@@ -19,9 +25,7 @@ def checksum_kernel(pages_ptr, page_words, sums_ptr, WORDS: tl.constexpr):
     for first in range(0, page_words - 1, WORDS):
         index = first + tl.arange(0, WORDS)
         word = tl.load(words + index, mask=index < page_words - 1, other=0)
-        spread = (index + 1).to(tl.int64) * -7046029254386353131
-        factor = spread ^ ((spread >> 32) & 0xFFFFFFFF) | 1
-        sums += word * factor
+        sums += word * word_factors(index)
     tl.store(sums_ptr + page, tl.sum(sums, axis=0))
 
 

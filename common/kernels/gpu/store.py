@@ -20,6 +20,7 @@ from common.kernels.gpu.codec import (
     seal,
     store_exact,
 )
+from common.kernels.gpu.tiles import device_kind, tiles_of
 from common.kernels.offsets import Offsets
 from common.pages import ElementKind, PageLayout
 
@@ -183,5 +184,6 @@ def rotate_and_store(
             PACKED_KIND=int(layout.codec.packed),
             K_SCALE=k_scale,
             V_SCALE=v_scale,
+            num_warps=tiles_of(device_kind(heads.device), head_dim).store.num_warps,
         )  # fmt: skip
     return q, k, v

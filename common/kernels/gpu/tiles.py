@@ -1,5 +1,5 @@
-"""How large the pieces are that attention is computed in: `tiles.json`, by kind of device and head
-size.
+"""How large the pieces are that kernels work on, and with how many warps: `tiles.json`, by kind of
+device and head size.
 
 Written down rather than searched for while serving: a search costs a first request its time to
 first token, and two workers that found different tiles would round differently. A kind of device
@@ -46,7 +46,15 @@ class DecodeTile:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StoreTile:
+    """Of `common.kernels.gpu.store`."""
+
+    num_warps: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Tiles:
+    store: StoreTile
     chunk: ChunkTile
     decode: DecodeTile
 
@@ -56,7 +64,11 @@ def tiles_of(kind: str, head_dim: int) -> Tiles:
     table = json.loads(files(__package__).joinpath("tiles.json").read_text(encoding="utf-8"))
     size = next((size for size in HEAD_SIZES if head_dim <= size), HEAD_SIZES[-1])
     entry = table[kind][str(size)]
-    return Tiles(chunk=ChunkTile(**entry["chunk"]), decode=DecodeTile(**entry["decode"]))
+    return Tiles(
+        store=StoreTile(**entry["store"]),
+        chunk=ChunkTile(**entry["chunk"]),
+        decode=DecodeTile(**entry["decode"]),
+    )
 
 
 @cache
