@@ -1,15 +1,16 @@
 """How fast the engine is alone: prefill of 512-token prompts, decode at several batch sizes.
 
-    .venv/bin/python -m bench.engine --model DIR [--codec fp8_e4m3] [--threads 1 2] [--json FILE]
+    .venv/bin/python -m bench.engine --model DIR [--codec fp8_e4m3] [--threads 1 2]
+        [--weight-dtype auto int8] [--json FILE]
 
 Plans are made here, without schedulers, so the numbers are the engine's own. Each is the best of a
-few runs, since other processes share the machine.
+few runs, since other processes share the machine; several kinds of weights take turns.
 """
 
 import argparse
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -25,12 +26,13 @@ from common.types import SamplingParams
 PROMPT_TOKENS = 512
 BATCHES = (1, 4, 16)
 NUM_STEPS = 8
-REPEATS = 3
+REPEATS = 5
 
 
 @dataclass(frozen=True)
 class Row:
     what: str
+    weights: str
     threads: int
     batch: int
     step_ms: float
@@ -95,12 +97,13 @@ class Bench:
         return time.perf_counter() - began
 
 
-def engine_bench(model: Path, codec: str, threads: int) -> Bench:
+def engine_bench(model: Path, codec: str, threads: int, weight_dtype: str = "auto") -> Bench:
     num_blocks = max(BATCHES) * (-(-PROMPT_TOKENS // 16) + 2)
     return Bench(
         load_runner(
             model,
             codec=codec,
+            weight_dtype=weight_dtype,
             num_blocks=num_blocks,
             num_exact=2 * max(BATCHES),
             num_threads=threads,
@@ -108,30 +111,41 @@ def engine_bench(model: Path, codec: str, threads: int) -> Bench:
     )
 
 
-def measure(model: Path, codec: str, threads: int) -> list[Row]:
-    bench = engine_bench(model, codec, threads)
-
-    def row(what: str, batch: int, tokens: int, run: Callable[[], float]) -> Row:
-        seconds = min(run() for _ in range(REPEATS))
-        return Row(what, threads, batch, seconds * 1e3, tokens / seconds)
-
-    bench.decode(1)
-    rows = [row("prefill 512", 1, PROMPT_TOKENS, bench.prefill)]
-    return rows + [row("decode at 512", n, n, partial(bench.decode, n)) for n in BATCHES]
+def measure(model: Path, codec: str, weights: Sequence[str], threads: int) -> list[Row]:
+    """Kinds of weights take turns, so that what else the machine does meets all of them."""
+    benches = {name: engine_bench(model, codec, threads, name) for name in weights}
+    for bench in benches.values():
+        bench.decode(1)
+    jobs: list[tuple[str, int, int, Callable[[Bench], float]]] = [
+        ("prefill 512", 1, PROMPT_TOKENS, Bench.prefill)
+    ]
+    jobs += [("decode at 512", n, n, partial(Bench.decode, batch=n)) for n in BATCHES]
+    rows = []
+    for what, batch, tokens, run in jobs:
+        found = [[run(bench) for bench in benches.values()] for _ in range(REPEATS)]
+        for name, seconds in zip(benches, map(min, zip(*found, strict=True)), strict=True):
+            rows.append(Row(what, name, threads, batch, seconds * 1e3, tokens / seconds))
+    return rows
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Speed of the engine alone")
     parser.add_argument("--model", type=Path, default=home() / "models" / NAME)
     parser.add_argument("--codec", default="fp8_e4m3")
+    parser.add_argument("--weight-dtype", nargs="+", default=["auto"], choices=["auto", "int8"])
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    rows = [row for threads in args.threads for row in measure(args.model, args.codec, threads)]
-    print(f"{'what':16}{'threads':>8}{'batch':>7}{'ms/step':>10}{'tokens/s':>10}")
+    rows = [
+        row
+        for threads in args.threads
+        for row in measure(args.model, args.codec, args.weight_dtype, threads)
+    ]
+    print(f"{'what':16}{'weights':>8}{'threads':>8}{'batch':>7}{'ms/step':>10}{'tokens/s':>10}")
     for row in rows:
         print(
-            f"{row.what:16}{row.threads:>8}{row.batch:>7}{row.step_ms:>10.1f}{row.tokens_per_s:>10.1f}"
+            f"{row.what:16}{row.weights:>8}{row.threads:>8}{row.batch:>7}{row.step_ms:>10.1f}"
+            f"{row.tokens_per_s:>10.1f}"
         )
     if args.json:
         args.json.write_text(json.dumps([asdict(row) for row in rows], indent=2))

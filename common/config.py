@@ -30,7 +30,7 @@ PrefillWhere = Literal["auto", "remote"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 KvCodec = Literal["fp8_e4m3", "fp8_e5m2", "int8", "int4", "bf16", "fp32"]
 BlockSize = Literal[16, 32]
-WeightDtype = Literal["auto", "fp8"]
+WeightDtype = Literal["auto", "fp8", "int8"]
 ChunkTokens = int | Literal["auto"]
 
 MAX_AUTO_CHUNK = 512
@@ -199,7 +199,7 @@ class WorkerConfig:
     )
     weight_dtype: WeightDtype = option(
         "how weights are kept; auto: as the checkpoint has them; fp8: on a GPU of compute "
-        "capability 8.9 or more. Workers that exchange KV must agree",
+        "capability 8.9 or more; int8: on a CPU. Workers that exchange KV must agree",
         default="auto",
     )
     handoff_stall_s: float = option(
@@ -289,7 +289,9 @@ class ServeConfig:
         "element type of cached keys and values", default=None, shown="fp8_e4m3"
     )
     weight_dtype: WeightDtype | None = option(
-        "how weights are kept; fp8 needs a GPU", default=None, shown="auto: as in the checkpoint"
+        "how weights are kept; fp8 needs a GPU, int8 a CPU",
+        default=None,
+        shown="auto: as in the checkpoint",
     )
     block_size: BlockSize | None = option("tokens per KV block", default=None, shown="16")
     kv_blocks: int | None = option(
@@ -382,6 +384,10 @@ class QualityConfig:
         "what to compare with fp32", default=get_args(KvCodec)[:-1], metavar="CODEC,..."
     )
     check: KvCodec = option("the codec that the bounds hold for", default="fp8_e4m3")
+    weight_dtype: Literal["auto", "int8"] = option(
+        "how weights are kept in what is compared; fp32 itself has the checkpoint's own",
+        default="auto",
+    )
     max_change: float = option(
         "bound on the change of perplexity over windows of 1,024 tokens",
         default=0.05,

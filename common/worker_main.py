@@ -124,10 +124,7 @@ async def _open(
         incarnation=incarnation,
         metrics=f"http://{join_address(host, metrics_server.port)}/metrics",
         model_fingerprint=model_fingerprint(config.model),
-        layout=f"{config.kv_codec}, blocks of {config.block_size}, {model.num_layers} layers, "
-        f"{model.num_kv_heads} KV heads of {model.head_dim}, "
-        f"weights {config.weight_dtype}, "
-        f"offsets {runner.offsets_hash.hex()[:12]}, layout {runner.layout_fingerprint.hex()[:12]}",
+        layout=layout_text(config, runner),
         layout_fingerprint=runner.layout_fingerprint,
         block_size=config.block_size,
         max_model_len=sizes.max_model_len,
@@ -146,6 +143,16 @@ async def _open(
         metrics=metrics,
         events=EventLog(clock, events_file, role=config.role, worker=incarnation),
         give_up=give_up,
+    )
+
+
+def layout_text(config: WorkerConfig, runner: ModelRunner) -> str:
+    """All that two workers must agree on, for a person who has to find where they do not."""
+    model = runner.config
+    return (
+        f"{config.kv_codec}, blocks of {config.block_size}, {model.num_layers} layers, "
+        f"{model.num_kv_heads} KV heads of {model.head_dim}, weights {config.weight_dtype}, "
+        f"offsets {runner.offsets_hash.hex()[:12]}, layout {runner.layout_fingerprint.hex()[:12]}"
     )
 
 

@@ -349,6 +349,6 @@ def _misfit(worker: Worker, partners: list[Worker]) -> str | None:
         return (
             f"stores KV as {state.layout} in blocks of {state.block_size}, but {other.role} "
             f"{partners[0].address} as {other.layout} in blocks of {other.block_size}: start both "
-            "with the same --kv-codec and --block-size"
+            "with the same --kv-codec, --block-size and --weight-dtype"
         )
     return None

@@ -89,7 +89,7 @@ def load_cpu(
         raise ConfigError(f"on CPU Tandem computes in float32, not {dtype}", param="dtype")
     if weight_dtype == "fp8":
         check_fp8(torch.float32, None)
-    weights = CpuWeights(Checkpoint.open(model_dir), config)
+    weights = CpuWeights(Checkpoint.open(model_dir), config, weight_dtype)
     return CpuModel(
         config, weights, pool, offsets, max_num_tokens=max_num_tokens, num_threads=num_threads
     )
@@ -111,6 +111,11 @@ def load_gpu(
     from common.engine.gpu_memory import CudaGpu, open_gpu
     from common.engine.triton_model import TritonModel
 
+    if weight_dtype == "int8":
+        raise ConfigError(
+            "--weight-dtype int8 is for CPUs; on a GPU choose fp8, or leave it at auto",
+            param="weight_dtype",
+        )
     compute_dtype = _compute_dtype(dtype, config)
     if weight_dtype == "fp8":
         is_nvidia = torch.version.hip is None
@@ -143,7 +148,7 @@ def check_fp8(dtype: torch.dtype, capability: tuple[int, int] | None) -> None:
         found = "there is none here" if is_none else "this one has {}.{}".format(*capability or ())
         raise ConfigError(
             "--weight-dtype fp8 needs an NVIDIA GPU of compute capability 8.9 or more (Ada, Hopper "
-            f"and later); {found}. Leave --weight-dtype at auto",
+            f"and later); {found}. Leave --weight-dtype at auto, or on a CPU choose int8",
             param="weight_dtype",
         )
     if dtype is not torch.bfloat16:

@@ -1,7 +1,7 @@
 """The model on CPU: packed weights, workspaces, and a team of threads that runs the kernels.
 
-Weights keep the dtype of the checkpoint and are widened to fp32 in registers; all arithmetic is
-fp32.
+Weights keep the dtype of the checkpoint, or are made int8; they are widened to fp32 where they are
+used, and all arithmetic is fp32.
 """
 
 from concurrent.futures import ThreadPoolExecutor
@@ -13,13 +13,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from common.engine.batch import MAX_RUN_TOKENS, StepBatch
+from common.engine.int8_weights import int8_panels
 from common.engine.pools import PageArena
 from common.engine.rope import rope_tables
 from common.engine.weights import Checkpoint
 from common.errors import UnsupportedModel
 from common.kernels.cpu import forward as k
 from common.kernels.cpu.attention import scratch_floats
+from common.kernels.cpu.int8_weights import WIDE_FLOATS
 from common.kernels.cpu.landing import land
+from common.kernels.cpu.matmul import I8_WEIGHTS
 from common.kernels.cpu.pages import checksum_of, pages_of
 from common.kernels.cpu.sync import FIRST_COUNTER
 from common.kernels.offsets import Offsets
@@ -150,7 +153,7 @@ class CpuModel:
         group = self._config.num_heads // self._config.num_kv_heads
         layout = self._pool.layout
         attention = scratch_floats(MAX_RUN_TOKENS, group, layout.head_dim, layout.block_size)
-        return max(attention, k.ROW_BLOCK * k.PANEL_GROUP * PANEL)
+        return max(attention, WIDE_FLOATS + k.INT8_ROW_BLOCK * k.PANEL_GROUP * PANEL)
 
     def _workspace(self, rows: int, columns: int) -> int:
         self._workspaces.append(np.zeros((rows, columns), dtype=np.float32))
@@ -162,21 +165,27 @@ class CpuWeights:
     are addresses.
     """
 
-    def __init__(self, checkpoint: Checkpoint, config: ModelConfig) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, config: ModelConfig, weight_dtype: str = "auto"
+    ) -> None:
         refuse_odd_sizes(config)
+        self._is_int8 = weight_dtype == "int8"
         self._checkpoint = checkpoint
         self._config = config
         self._tensors: list[Tensor] = []
         self._dtype = _common_dtype(checkpoint)
-        self.kind = KINDS[self._dtype]
+        self.kind = I8_WEIGHTS if self._is_int8 else KINDS[self._dtype]
         self.layers = np.array(
             [self._layer(f"model.layers.{i}.") for i in range(config.num_layers)], dtype=np.int64
         )
         shape = (config.vocab_size, config.hidden_size)
-        embedding = checkpoint.read("model.embed_tokens.weight", shape)
+        embedding = checkpoint.read("model.embed_tokens.weight", shape).to(self._dtype)
         head = checkpoint.output_head(config)
-        self.embedding = self._keep(embedding.to(self._dtype))
-        self.head = self._keep(_panels((embedding if head is None else head).to(self._dtype)))
+        self.embedding = self._keep(int8_panels(embedding) if self._is_int8 else embedding)
+        if head is None and self._is_int8:
+            self.head = self.embedding
+        else:
+            self.head = self._panels(embedding if head is None else head.to(self._dtype))
         self.final_norm = self._vector("model.norm.weight", config.hidden_size)
 
     def _layer(self, prefix: str) -> k.Layer:
@@ -184,19 +193,19 @@ class CpuWeights:
         hidden, inter = config.hidden_size, config.intermediate_size
         q_width = config.num_heads * config.head_dim
         norm = config.head_dim
-        gate = _panels(self._matrix(mlp + "gate_proj.weight", inter, hidden))
-        up = _panels(self._matrix(mlp + "up_proj.weight", inter, hidden))
+        gate = self._matrix(mlp + "gate_proj.weight", inter, hidden)
+        up = self._matrix(mlp + "up_proj.weight", inter, hidden)
         return k.Layer(
             norm_1=self._vector(prefix + "input_layernorm.weight", hidden),
             qkv=self._qkv(attn),
             qkv_bias=self._qkv_bias(attn) if config.attention_bias else 0,
             q_norm=self._vector(attn + "q_norm.weight", norm) if config.qk_norm else 0,
             k_norm=self._vector(attn + "k_norm.weight", norm) if config.qk_norm else 0,
-            out=self._keep(_panels(self._matrix(attn + "o_proj.weight", hidden, q_width))),
+            out=self._panels(self._matrix(attn + "o_proj.weight", hidden, q_width)),
             out_bias=self._vector(attn + "o_proj.bias", hidden) if config.output_bias else 0,
             norm_2=self._vector(prefix + "post_attention_layernorm.weight", hidden),
-            gate_up=self._keep(torch.stack([gate, up], dim=1)),
-            down=self._keep(_panels(self._matrix(mlp + "down_proj.weight", hidden, inter))),
+            gate_up=self._panels(_alternating(gate, up)),
+            down=self._panels(self._matrix(mlp + "down_proj.weight", hidden, inter)),
         )
 
     def _qkv(self, attn: str) -> int:
@@ -204,7 +213,7 @@ class CpuWeights:
             self._matrix(f"{attn}{name}.weight", width, self._config.hidden_size)
             for name, width in self._qkv_widths()
         ]
-        return self._keep(_panels(torch.cat(parts)))
+        return self._panels(torch.cat(parts))
 
     def _qkv_bias(self, attn: str) -> int:
         parts = [
@@ -221,6 +230,9 @@ class CpuWeights:
 
     def _matrix(self, name: str, rows: int, columns: int) -> Tensor:
         return self._checkpoint.read(name, (rows, columns)).to(self._dtype)
+
+    def _panels(self, matrix: Tensor) -> int:
+        return self._keep(int8_panels(matrix) if self._is_int8 else _panels(matrix))
 
     def _vector(self, name: str, size: int) -> int:
         return self._keep(self._checkpoint.read(name, (size,)).float())
@@ -243,6 +255,13 @@ def _common_dtype(checkpoint: Checkpoint) -> torch.dtype:
     stored = {entry.dtype for entry in checkpoint.entries if len(entry.shape) == 2}
     names = {"BF16": torch.bfloat16, "F16": torch.float16}
     return names.get(stored.pop(), torch.float32) if len(stored) == 1 else torch.float32
+
+
+def _alternating(gate: Tensor, up: Tensor) -> Tensor:
+    """Rows of both so that a panel of one follows a panel of the other."""
+    width = gate.shape[1]
+    pairs = torch.stack([gate.view(-1, PANEL, width), up.view(-1, PANEL, width)], dim=1)
+    return pairs.view(-1, width)
 
 
 def _panels(matrix: Tensor) -> Tensor:

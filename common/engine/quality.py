@@ -1,9 +1,10 @@
 """`tandem quality`: what a KV codec costs, measured through the paged engine on a text.
 
 Windows of the text are computed chunk by chunk by one engine with fp32 pages and one engine for
-each codec; at every position their next-token distributions are compared. Perplexity is over the
-text's own tokens, `same top-1` is the share of positions with the same most likely token, KL is
-from fp32 to the codec. A second column of windows is long, since errors of K grow with distance.
+each codec, which may have int8 weights too; at every position their next-token distributions are
+compared. Perplexity is over the text's own tokens, `same top-1` is the share of positions with the
+same most likely token, KL is from fp32 to the codec. A second column of windows is long, since
+errors of K grow with distance.
 With `--tasks` the share of right answers is compared as well (`tasks.py`).
 """
 
@@ -36,10 +37,12 @@ class Candidate:
 
     codec: str
     is_calibrated: bool = True
+    weight_dtype: str = "auto"
 
     @property
     def name(self) -> str:
-        return self.codec if self.is_calibrated else f"{self.codec} without offsets"
+        weights = "" if self.weight_dtype == "auto" else f", {self.weight_dtype} weights"
+        return self.codec + weights + ("" if self.is_calibrated else " without offsets")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,6 +115,7 @@ def task_accuracies(config: QualityConfig, threads: int) -> list[Accuracy]:
             num_threads=threads,
             max_num_tokens=CHUNK_TOKENS,
             is_calibrated=candidate.is_calibrated,
+            weight_dtype=candidate.weight_dtype,
         )
         found.append(accuracy_of(candidate.name, runner, tasks, config.block_size))
     return found
@@ -138,7 +142,7 @@ def accuracy_misses(config: QualityConfig, accuracies: Sequence[Accuracy]) -> li
         f"{r.name} over {r.num_tasks} tasks: {kept_of(r, accuracies[0]):.2f} % of fp32's accuracy, "
         f"bound {config.min_accuracy_kept:g} %"
         for r in accuracies
-        if r.name == config.check and kept_of(r, accuracies[0]) < config.min_accuracy_kept
+        if r.name == checked(config) and kept_of(r, accuracies[0]) < config.min_accuracy_kept
     ]
 
 
@@ -150,13 +154,26 @@ def windows_of(config: QualityConfig) -> list[tuple[int, int]]:
 
 
 def candidates_of(config: QualityConfig) -> list[Candidate]:
-    """Quantised codecs without offsets too: offsets must not do harm."""
+    """Quantised codecs without offsets too: offsets must not do harm. Quantised weights with fp32
+    pages too: what they cost alone.
+    """
+    weights = config.weight_dtype
     candidates = []
+    if weights != "auto" and "fp32" not in config.codecs:
+        candidates.append(Candidate(codec="fp32", weight_dtype=weights))
     for codec in config.codecs:
-        candidates.append(Candidate(codec=codec))
+        candidates.append(Candidate(codec=codec, weight_dtype=weights))
         if codec_named(codec).is_quantised and config.compare_offsets:
-            candidates.append(Candidate(codec=codec, is_calibrated=False))
+            without = Candidate(codec=codec, weight_dtype=weights, is_calibrated=False)
+            candidates.append(without)
     return candidates
+
+
+def checked(config: QualityConfig, *, is_calibrated: bool = True) -> str:
+    """Name of what the bounds hold for."""
+    weights = config.weight_dtype
+    candidate = Candidate(codec=config.check, weight_dtype=weights, is_calibrated=is_calibrated)
+    return candidate.name
 
 
 def measure(
@@ -178,6 +195,7 @@ def measure(
             num_threads=threads,
             max_num_tokens=CHUNK_TOKENS,
             is_calibrated=candidate.is_calibrated,
+            weight_dtype=candidate.weight_dtype,
         )
         for candidate in everyone
     ]
@@ -255,10 +273,11 @@ def table_of(results: Sequence[Quality]) -> Iterator[str]:
 def misses_of(config: QualityConfig, results: Sequence[Quality]) -> list[str]:
     """Bounds that the checked codec does not keep."""
     misses = []
-    for r in (result for result in results if result.name == config.check):
+    name, plain = checked(config), checked(config, is_calibrated=False)
+    for r in (result for result in results if result.name == name):
         is_long = r.window_tokens > 1024
         bound = config.max_long_change if is_long else config.max_change
-        where = f"{config.check} over windows of {r.window_tokens:,}"
+        where = f"{name} over windows of {r.window_tokens:,}"
         if r.change > bound:
             misses.append(f"{where}: perplexity {r.change:+.3f}, bound {bound:+.3f}")
         if not is_long and r.same_top_1 * 100 < config.min_top_1:
@@ -266,7 +285,7 @@ def misses_of(config: QualityConfig, results: Sequence[Quality]) -> list[str]:
         without = [
             other
             for other in results
-            if other.name == f"{r.name} without offsets" and other.window_tokens == r.window_tokens
+            if other.name == plain and other.window_tokens == r.window_tokens
         ]
         if without and r.change > without[0].change:
             misses.append(f"{where}: worse than without offsets ({without[0].change:+.3f})")

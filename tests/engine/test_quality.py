@@ -7,6 +7,7 @@ import inspect
 import json
 import shutil
 import textwrap
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,27 @@ def test_a_missed_bound_is_named(tiny: TinyModel) -> None:
     ]
     good = [result("fp8_e4m3", 0.01, 0.999), result("int8", 5.0, 0.1)]
     assert quality.misses_of(config, good) == []
+
+
+def test_int8_weights_are_measured_alone_and_below_each_codec(tiny: TinyModel) -> None:
+    config = QualityConfig(
+        model=str(tiny.path), text="", codecs=("bf16", "fp8_e4m3"), weight_dtype="int8"
+    )
+    candidates = quality.candidates_of(config)
+    assert [candidate.name for candidate in candidates] == [
+        "fp32, int8 weights",
+        "bf16, int8 weights",
+        "fp8_e4m3, int8 weights",
+        "fp8_e4m3, int8 weights without offsets",
+    ]
+    windows = np.random.default_rng(0).integers(0, 331, (2, 64)).astype(np.int32)
+    exact, weights, *_ = found = quality.measure(tiny.path, windows, candidates, 16, 1)
+    assert exact.mean_kl == 0.0
+    assert 0 < weights.mean_kl < 0.01
+    strict = replace(config, max_change=-1.0, min_top_1=0.0)
+    assert [miss.split(" over")[0] for miss in quality.misses_of(strict, found)][:1] == [
+        "fp8_e4m3, int8 weights"
+    ]
 
 
 def test_fp32_pages_differ_from_themselves_by_nothing(tiny: TinyModel) -> None:

@@ -18,7 +18,9 @@ import numpy as np
 from numba import njit, types
 
 from common.kernels.cpu.attention import Run, attend
-from common.kernels.cpu.matmul import element_size, multiply, widen
+from common.kernels.cpu.int8_weights import WIDE_FLOATS, multiply_int8, widen_column
+from common.kernels.cpu.int8_weights import panel_bytes as int8_panel_bytes
+from common.kernels.cpu.matmul import I8_WEIGHTS, element_size, multiply, widen
 from common.kernels.cpu.pages import FP32, Pages
 from common.kernels.cpu.rows import add_bias, add_row, rms_norm, rotate_head, round_row, silu_mul
 from common.kernels.cpu.sources import source_hash
@@ -26,6 +28,7 @@ from common.kernels.cpu.store import item_at, store_item
 from common.kernels.cpu.sync import barrier, take
 
 ROW_BLOCK = 48  # rows that stay in cache while panels pass by
+INT8_ROW_BLOCK = 96  # more of them share the widening of a panel
 PANEL_GROUP = 4  # panels of one task
 HEAD_GROUP = 16  # the same for the output head
 ROW_TASK = 8  # rows of one norm task
@@ -54,7 +57,7 @@ class Model(NamedTuple):
     scratch_step: int  # bytes of scratch per thread
     cos: int  # [positions, head_dim / 2]
     sin: int
-    embedding: int  # [vocab, hidden] as stored
+    embedding: int  # [vocab, hidden] as stored; int8: panels, as the head's
     final_norm: int
     head: int  # panels
     final: int  # [logits, hidden]: normed rows for the head
@@ -77,18 +80,37 @@ class Layer(NamedTuple):
 
 
 @njit(nogil=True)
-def _linear(kind, x, w, k, out, rows, panels, group, sync, counter):
+def _panel_bytes(kind, k):
+    return int8_panel_bytes(k) if kind == I8_WEIGHTS else k * PANEL * element_size(kind)
+
+
+@njit(nogil=True)
+def _row_block(kind):
+    return INT8_ROW_BLOCK if kind == I8_WEIGHTS else ROW_BLOCK
+
+
+@njit(nogil=True)
+def _multiply(kind, x, x_stride, w, k, out, out_stride, rows, panels, scratch):
+    """out[rows, panels * 16] = x[rows, k] @ panels; `scratch` has WIDE_FLOATS."""
+    if kind == I8_WEIGHTS:
+        multiply_int8(x, x_stride, w, k, out, out_stride, rows, panels, scratch)
+    else:
+        multiply(kind, x, x_stride, w, k, out, out_stride, rows, panels)
+
+
+@njit(nogil=True)
+def _linear(kind, x, w, k, out, rows, panels, group, scratch, sync, counter):
     """out[rows, panels * 16] = x[rows, k] @ w. Tasks: (block of rows, group of panels)."""
-    groups = -(-panels // group)
-    num_tasks = -(-rows // ROW_BLOCK) * groups
-    panel_bytes = k * PANEL * element_size(kind)
+    groups, block = -(-panels // group), _row_block(kind)
+    num_tasks = -(-rows // block) * groups
+    step = _panel_bytes(kind, k)
     out_stride = panels * PANEL * 4
     task = take(sync, counter)
     while task < num_tasks:
-        row, panel = task // groups * ROW_BLOCK, task % groups * group
+        row, panel = task // groups * block, task % groups * group
         at, to = x + row * k * 4, out + row * out_stride + panel * PANEL * 4
-        count, width = min(ROW_BLOCK, rows - row), min(group, panels - panel)
-        multiply(kind, at, k * 4, w + panel * panel_bytes, k, to, out_stride, count, width)
+        count, width = min(block, rows - row), min(group, panels - panel)
+        _multiply(kind, at, k * 4, w + panel * step, k, to, out_stride, count, width, scratch)
         task = take(sync, counter)
 
 
@@ -97,17 +119,18 @@ def _gate_up(model, w, rows, scratch, sync, counter):
     """act = silu(gate) * up; a task computes a few pairs of panels and joins them at once."""
     hidden, inter, kind = model.hidden, model.inter, model.kind
     pairs, group = inter // PANEL, PANEL_GROUP // 2
-    groups = -(-pairs // group)
-    num_tasks = -(-rows // ROW_BLOCK) * groups
-    pair_bytes = 2 * hidden * PANEL * element_size(kind)
+    groups, block = -(-pairs // group), _row_block(kind)
+    num_tasks = -(-rows // block) * groups
+    pair_bytes = 2 * _panel_bytes(kind, hidden)
     stride = PANEL_GROUP * PANEL * 4
+    wide, scratch = scratch, scratch + WIDE_FLOATS * 4
     task = take(sync, counter)
     while task < num_tasks:
-        row, pair = task // groups * ROW_BLOCK, task % groups * group
-        count, width = min(ROW_BLOCK, rows - row), min(group, pairs - pair)
+        row, pair = task // groups * block, task % groups * group
+        count, width = min(block, rows - row), min(group, pairs - pair)
         at = model.normed + row * hidden * 4
         w_at = w + pair * pair_bytes
-        multiply(kind, at, hidden * 4, w_at, hidden, scratch, stride, count, 2 * width)
+        _multiply(kind, at, hidden * 4, w_at, hidden, scratch, stride, count, 2 * width, wide)
         for r in range(count):
             gate = scratch + r * stride
             to = model.act + (row + r) * inter * 4 + pair * PANEL * 4
@@ -207,12 +230,15 @@ def _attend_runs(model, index, runs, tables, pages, scratch, sync, counter):
 @njit(nogil=True)
 def _embed(model, tokens, sync, counter):
     """Rows of the embedding, widened to fp32."""
-    row_bytes = model.hidden * element_size(model.kind)
+    hidden, kind = model.hidden, model.kind
     first = take(sync, counter) * ROW_TASK
     while first < len(tokens):
         for r in range(first, min(first + ROW_TASK, len(tokens))):
-            at = model.embedding + tokens[r] * row_bytes
-            widen(at, model.hidden, model.kind, model.x + r * model.hidden * 4)
+            to = model.x + r * hidden * 4
+            if kind == I8_WEIGHTS:
+                widen_column(model.embedding, hidden, tokens[r], to)
+            else:
+                widen(model.embedding + tokens[r] * hidden * element_size(kind), hidden, kind, to)
         first = take(sync, counter) * ROW_TASK
 
 
@@ -268,7 +294,7 @@ def _layers(
         barrier(sync, size)
         _linear(
             kind, model.normed, layer.qkv, hidden, model.qkv, rows, qkv_panels, PANEL_GROUP,
-            sync, count + 1,
+            scratch, sync, count + 1,
         )  # fmt: skip
         barrier(sync, size)
         _store_items(model, layer, index, items, eps, scale, pages, scratch, sync, count + 2)
@@ -277,7 +303,7 @@ def _layers(
         barrier(sync, size)
         _linear(
             kind, model.attended, layer.out, q_width, model.delta, rows, hidden_panels,
-            PANEL_GROUP, sync, count + 4,
+            PANEL_GROUP, scratch, sync, count + 4,
         )  # fmt: skip
         barrier(sync, size)
         _norm_rows(model, True, layer.out_bias, layer.norm_2, eps, rows, sync, count + 5)
@@ -286,7 +312,7 @@ def _layers(
         barrier(sync, size)
         _linear(
             kind, model.act, layer.down, model.inter, model.delta, rows, hidden_panels,
-            PANEL_GROUP, sync, count + 7,
+            PANEL_GROUP, scratch, sync, count + 7,
         )  # fmt: skip
         barrier(sync, size)
 
@@ -299,7 +325,7 @@ def _head(me, size, sync, model_fields, eps, wanted):
     barrier(sync, size)
     _linear(
         model.kind, model.final, model.head, model.hidden, model.logits, len(wanted),
-        model.vocab_padded // PANEL, HEAD_GROUP, sync, 0,
+        model.vocab_padded // PANEL, HEAD_GROUP, model.scratch + me * model.scratch_step, sync, 0,
     )  # fmt: skip
 
 

@@ -17,11 +17,11 @@ from numba.extending import intrinsic
 from common.kernels.cpu.simd import V8F, V8I, call_fma, call_prefetch, constant, f32x8, store
 
 PANEL = 16
-F32_WEIGHTS, BF16_WEIGHTS, F16_WEIGHTS = 0, 1, 2
+F32_WEIGHTS, BF16_WEIGHTS, F16_WEIGHTS, I8_WEIGHTS = 0, 1, 2, 3
 I64 = ir.IntType(64)
 
 
-def _load_weights(builder: Any, at: Any, kind: int) -> Any:
+def load_weights(builder: Any, at: Any, kind: int) -> Any:
     """Eight weights at address `at`, widened to fp32."""
     if kind == F32_WEIGHTS:
         return builder.load(builder.inttoptr(at, V8F.as_pointer()), align=4)
@@ -33,11 +33,11 @@ def _load_weights(builder: Any, at: Any, kind: int) -> Any:
     return builder.fpext(builder.load(builder.inttoptr(at, half.as_pointer()), align=2), V8F)
 
 
-def _offset(builder: Any, base: Any, by: int) -> Any:
+def offset(builder: Any, base: Any, by: int) -> Any:
     return builder.add(base, ir.Constant(I64, by)) if by else base
 
 
-def _broadcast(builder: Any, at: Any) -> Any:
+def broadcast(builder: Any, at: Any) -> Any:
     value = builder.load(builder.inttoptr(at, ir.FloatType().as_pointer()), align=4)
     undefined = ir.Constant(V8F, ir.Undefined)
     first = builder.insert_element(undefined, value, ir.Constant(ir.IntType(32), 0))
@@ -64,13 +64,13 @@ def tile(
 
     Addresses and strides in bytes; the last three are literal. `factors` is the address of one
     float per row, by which the old `out` is multiplied before the sum goes on from there; the
-    literal 0 starts from zero.
+    literal 0 starts from zero, the literal 1 from `out` as it is.
     """
     if not all(isinstance(a, types.IntegerLiteral) for a in (rows, panels, kind)):
         return None
     num_rows, num_panels, width = rows.literal_value, panels.literal_value, kind.literal_value
     prefetches = not isinstance(panel_stride, types.IntegerLiteral)
-    starts_from_zero = isinstance(factors, types.IntegerLiteral) and factors.literal_value == 0
+    start = factors.literal_value if isinstance(factors, types.IntegerLiteral) else None
     element = 4 if width == F32_WEIGHTS else 2
 
     def codegen(context, builder, signature, args):
@@ -86,16 +86,14 @@ def tile(
         ]
 
         def out_place(r, j):
-            return builder.inttoptr(_offset(builder, out_row[r], j * 32), V8F.as_pointer())
+            return builder.inttoptr(offset(builder, out_row[r], j * 32), V8F.as_pointer())
 
         old = [[constant(V8F, 0.0)] * (2 * num_panels) for _ in range(num_rows)]
-        if not starts_from_zero:
-            for r in range(num_rows):
-                factor = _broadcast(builder, _offset(builder, factor_at, 4 * r))
-                old[r] = [
-                    builder.fmul(builder.load(out_place(r, j), align=4), factor)
-                    for j in range(2 * num_panels)
-                ]
+        for r in range(num_rows if start != 0 else 0):
+            old[r] = [builder.load(out_place(r, j), align=4) for j in range(2 * num_panels)]
+            if start is None:
+                factor = broadcast(builder, offset(builder, factor_at, 4 * r))
+                old[r] = [builder.fmul(value, factor) for value in old[r]]
         entry = builder.block
         body = builder.append_basic_block("tile.body")
         done = builder.append_basic_block("tile.done")
@@ -109,9 +107,9 @@ def tile(
             ahead = builder.add(builder.add(panel_at[p], w_offset), w_step)
             call_prefetch(builder, ahead)
         weights = [
-            _load_weights(
+            load_weights(
                 builder,
-                _offset(builder, builder.add(panel_at[p], w_offset), half * 8 * element),
+                offset(builder, builder.add(panel_at[p], w_offset), half * 8 * element),
                 width,
             )
             for p in range(num_panels)
@@ -119,7 +117,7 @@ def tile(
         ]
         new = []
         for r in range(num_rows):
-            factor = _broadcast(builder, builder.add(row_at[r], x_offset))
+            factor = broadcast(builder, builder.add(row_at[r], x_offset))
             new.append(
                 [
                     call_fma(builder, factor, weight, s)
@@ -140,13 +138,23 @@ def tile(
                 builder.store(value, out_place(r, j), align=4)
         return context.get_dummy_value()
 
-    last = factors if starts_from_zero else types.int64
+    last = types.int64 if start is None else factors
     return types.void(*(types.int64,) * 8, last, rows, panels, kind), codegen
 
 
 @njit(nogil=True)
 def element_size(kind):
     return 4 if kind == F32_WEIGHTS else 2
+
+
+@njit(nogil=True)
+def tile_rows(left):
+    """Rows of the next tile, 6, 4, 3, 2 or 1: in all as few that leave the units idle as can be."""
+    if left >= 6 and left != 7 and left != 8 and left != 11:
+        return 6
+    if left >= 4 and left != 5:
+        return 4
+    return min(left, 3)
 
 
 def _panel_rows(kind):
@@ -169,18 +177,18 @@ def _panel_rows(kind):
             r = 0
             while r < rows:
                 xr, o = x + r * x_stride, to + r * out_stride
-                if r + 6 <= rows:
+                count = tile_rows(rows - r)
+                if count == 6:
                     tile(xr, x_stride, at, step, k_stride, k, o, out_stride, 0, 6, 1, kind)
-                    r += 6
-                elif r + 4 <= rows:
+                elif count == 4:
                     tile(xr, x_stride, at, step, k_stride, k, o, out_stride, 0, 4, 1, kind)
-                    r += 4
-                elif r + 3 <= rows:
+                elif count == 3:
                     tile(xr, x_stride, at, step, k_stride, k, o, out_stride, 0, 3, 1, kind)
-                    r += 3
+                elif count == 2:
+                    tile(xr, x_stride, at, step, k_stride, k, o, out_stride, 0, 2, 1, kind)
                 else:
                     tile(xr, x_stride, at, step, k_stride, k, o, out_stride, 0, 1, 1, kind)
-                    r += 1
+                r += count
             panel += 1
 
     return run
@@ -210,7 +218,7 @@ def _load_wide(typingctx, at, kind):
     width = kind.literal_value
 
     def codegen(context, builder, signature, args):
-        return _load_weights(builder, args[0], width)
+        return load_weights(builder, args[0], width)
 
     return f32x8(types.int64, kind), codegen
 
