@@ -148,7 +148,9 @@ def test_check_free_accepts_a_port_that_was_just_released(taken: str) -> None:
 
 
 def test_two_workers_share_the_cores_and_get_ports_of_their_own() -> None:
-    config = ServeConfig(chunk_tokens=64, prefill_where="remote", itl_target=0.1)
+    config = ServeConfig(
+        chunk_tokens=64, prefill_where="remote", itl_target=0.1, weight_dtype="fp8"
+    )
     router, prefill, decode = plan_children(config, None, "/m", [1, 2, 3, 4], cores=8)
     assert (router.name, prefill.name, decode.name) == ("router", "prefill-0", "decode-0")
     assert (prefill.threads, decode.threads) == (4, 4)
@@ -158,6 +160,7 @@ def test_two_workers_share_the_cores_and_get_ports_of_their_own() -> None:
     assert flags(prefill)["--metrics"] == "127.0.0.1:2"
     assert flags(decode)["--listen"] == "127.0.0.1:3"
     assert flags(decode)["--chunk-tokens"] == "64"
+    assert flags(prefill)["--weight-dtype"] == flags(decode)["--weight-dtype"] == "fp8"
     assert (flags(router)["--itl-target"], "--itl-target" in flags(decode)) == ("0.1", False)
     assert "--kv-codec" not in decode.arguments
 

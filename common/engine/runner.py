@@ -190,7 +190,8 @@ class ModelRunner:
         seeds = [seed for chunk in finished for seed in self._outputs.first_seeds(chunk)]
         rows = np.repeat(np.concatenate([first_rows, decodes]), repeats)
         if len(rows) != len(logits):
-            logits = logits.repeat_interleave(torch.tensor(repeats, device=logits.device), dim=0)
+            counts = torch.tensor(repeats, device=logits.device)
+            logits = logits.repeat_interleave(counts, dim=0, output_size=len(rows))
         all_seeds = np.concatenate([np.array(seeds, dtype=np.uint64), self._outputs.seed[decodes]])
         masks = None if pending is None else pending.masks(repeats)
         sampled = sample(logits, self._outputs.sampling_rows(rows, all_seeds), masks)

@@ -1,14 +1,23 @@
 """FP8 weights: codes, scales and products against the plain definition."""
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor
 
 from common.engine.backend import check_fp8
 from common.engine.linear import Fp8Linear, PlainLinear, make_linear
+from common.engine.offsets import open_offsets
+from common.engine.triton_model import TritonModel
+from common.engine.weights import Checkpoint
 from common.errors import ConfigError
 from common.kernels import reference
 from common.kernels.gpu.quantise import quantise_rows
-from tests.engine.conftest import MakeRunner
+from tests.engine.conftest import MakeRunner, make_runner
+from tests.engine.driver import Driver
+from tests.engine.tiny_models import make_tiny_model
 
 
 @pytest.mark.parametrize("width", [16, 1024, 1040])
@@ -78,6 +87,43 @@ def test_sizes_that_fp8_products_do_not_take_are_refused() -> None:
 def test_fp8_weights_need_a_gpu_that_multiplies_them(capability: tuple[int, int] | None) -> None:
     with pytest.raises(ConfigError, match=r"8\.9"):
         check_fp8(torch.bfloat16, capability)
+
+
+class DequantisedLinear:
+    """The plain definition: a product of the values that codes and scales stand for."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        self._linear = Fp8Linear.of(weight, bias)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        linear = self._linear
+        codes, scales = reference.quantise_rows(x)
+        out = (codes.float() * scales) @ (linear.weight.float() * linear.scales.T).T
+        return (out if linear.bias is None else out + linear.bias).to(x.dtype)
+
+
+def test_a_model_with_fp8_weights_computes_with_what_its_codes_stand_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 1, "hidden_size": 32}
+    path = make_tiny_model(tmp_path, "qwen2", num_hidden_layers=2, **sizes).path
+    logits = []
+    for weight_dtype in ("auto", "fp8", "as defined"):
+        if weight_dtype == "as defined":
+            monkeypatch.setattr("common.engine.linear.PlainLinear", DequantisedLinear)
+        runner = make_runner(path, num_blocks=16, num_exact=4, codec="bf16")
+        offsets, _ = open_offsets(path, runner.config, runner.layout)
+        checkpoint = Checkpoint.open(path)
+        runner._backend = TritonModel(
+            runner.config, checkpoint, runner.pool, offsets, torch.bfloat16, weight_dtype
+        )
+        driver = Driver(runner)
+        driver.add("a", list(range(3, 21)), max_tokens=1)
+        driver.run()
+        logits.append(torch.from_numpy(driver.logits["a"][0]))
+    plain, fp8, defined = logits
+    assert float(torch.cosine_similarity(fp8, defined, dim=0)) > 0.995
+    assert 0.95 < float(torch.cosine_similarity(fp8, plain, dim=0)) < 0.999
 
 
 def test_fp8_weights_are_refused_on_a_cpu(tiny_runner: MakeRunner) -> None:

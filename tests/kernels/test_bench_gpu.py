@@ -1,0 +1,36 @@
+"""`bench.gpu` to its end: on a CPU, kernels interpreted, tiny shapes; times mean nothing here."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+SECTIONS = ["ceilings", "kernels", "itl_context", "model", "fp8_weights", "chunks", "handoff"]
+
+
+def test_every_section_runs_and_every_kernel_is_right(tmp_path: Path) -> None:
+    report = tmp_path / "gpu.json"
+    done = subprocess.run(
+        [sys.executable, "-m", "bench.gpu", "--smoke", "--json", str(report)],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    found = json.loads(report.read_text())["sections"]
+    assert list(found) == SECTIONS
+    for name, section in found.items():
+        assert section["error"] is None, name
+        assert section["rows"], name
+    assert all(row["note"].startswith("error") for row in found["kernels"]["rows"])
+
+
+def test_without_a_gpu_it_says_so() -> None:
+    command = [sys.executable, "-m", "bench.gpu"]
+    hidden = os.environ | {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=hidden, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "--smoke" in done.stderr
