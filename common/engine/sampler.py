@@ -9,6 +9,7 @@ step of greedy rows costs one argmax.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -150,16 +151,46 @@ class Sampled:
 
 def sample(logits: Tensor, rows: SamplingRows, masks: TokenMasks | None = None) -> Sampled:
     """One token for each row of logits [num_rows, vocab] float32. `logits` is left as it is."""
-    is_finite = torch.isfinite(logits.sum(dim=1)).cpu().numpy()
+    finite = torch.isfinite(logits.sum(dim=1))
     adjusted = _with_extras(logits, rows)
     if masks is not None:
         adjusted = _masked(logits, adjusted, masks)
-    tokens = adjusted.argmax(dim=1).cpu().numpy()
+    choose = _choose if logits.device.type == "cpu" else choose_on_device
+    tokens, is_finite = choose(adjusted, finite, rows)
+    return Sampled(token_ids=tokens, is_finite=is_finite, logprobs=_logprobs(logits, tokens, rows))
+
+
+def _choose(
+    adjusted: Tensor, finite: Tensor, rows: SamplingRows
+) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """Tokens, and which rows are finite."""
+    tokens, is_finite = adjusted.argmax(dim=1).numpy(), finite.numpy()
     drawn = np.flatnonzero((rows.temperature >= GREEDY_BELOW) & is_finite)
     if len(drawn):
-        drawing = draw if logits.device.type == "cpu" else draw_on_device
-        tokens[drawn] = drawing(adjusted[torch.from_numpy(drawn).to(logits.device)], drawn, rows)
-    return Sampled(token_ids=tokens, is_finite=is_finite, logprobs=_logprobs(logits, tokens, rows))
+        tokens[drawn] = draw(adjusted[torch.from_numpy(drawn)], drawn, rows)
+    return tokens, is_finite
+
+
+def choose_on_device(
+    adjusted: Tensor, finite: Tensor, rows: SamplingRows
+) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """As `_choose`, and waits for the device once, when everything is on its way."""
+    tokens = adjusted.argmax(dim=1)
+    drawn = np.flatnonzero(rows.temperature >= GREEDY_BELOW)
+    if len(drawn):
+        which = _sent(drawn, adjusted.device)
+        numbers = torch.where(finite[which].unsqueeze(1), adjusted[which], 0.0)
+        tokens[which] = draw_on_device(numbers, drawn, rows)
+    both = torch.stack([tokens, finite.long()]).cpu().numpy()
+    return both[0], both[1] == 1
+
+
+def _sent(array: NDArray[Any], device: torch.device) -> Tensor:
+    """The array on the device, by way of pinned memory: nobody waits."""
+    tensor = torch.from_numpy(array)
+    if device.type == "cuda":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
 
 
 def uniform(seed: NDArray[np.uint64], position: NDArray[np.int64]) -> NDArray[np.float64]:
@@ -223,18 +254,15 @@ def score(logits: Tensor, targets: NDArray[np.int32], num_top: int) -> PromptLog
     return PromptLogprobs.joined(num_top, parts)
 
 
-def draw_on_device(
-    logits: Tensor, which: NDArray[np.int64], rows: SamplingRows
-) -> NDArray[np.int64]:
-    """As `draw`, in one launch of Triton's kernel and without a sort."""
+def draw_on_device(logits: Tensor, which: NDArray[np.int64], rows: SamplingRows) -> Tensor:
+    """As `draw`, in one launch of Triton's kernel and without a sort; on the device."""
     from common.kernels.gpu.sampling import sample_rows  # there is no Triton beside CPUs
 
     chance = uniform(rows.seed[which], rows.position[which])
     columns = (rows.temperature, rows.min_p, rows.top_k, rows.top_p)
-    on_device = [
-        torch.from_numpy(c).to(logits.device) for c in (*(c[which] for c in columns), chance)
-    ]
-    return sample_rows(logits, *on_device).cpu().numpy()
+    sent = _sent(np.stack([*(column[which] for column in columns), chance]), logits.device)
+    temperature, min_p, top_k, top_p, chances = sent
+    return sample_rows(logits, temperature, min_p, top_k.long(), top_p, chances)
 
 
 def draw(logits: Tensor, which: NDArray[np.int64], rows: SamplingRows) -> NDArray[np.int64]:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from common.engine.sampler import draw, draw_on_device
+from common.engine.sampler import choose_on_device, draw, draw_on_device, sample
 from tests.engine.test_sampler import logits_of, params, rows_of
 
 
@@ -100,3 +100,22 @@ def test_tokens_without_weight_are_never_drawn() -> None:
         found, wanted = both(logits, *[params(seed=seed, **options) for seed in range(2)])
         assert found == wanted
         assert set(found) <= {20, 1050}
+
+
+def test_a_step_is_chosen_on_the_device_as_on_a_cpu() -> None:
+    """Greedy and drawn rows, and one whose logits are not finite, with one read of the device."""
+    generator = torch.Generator().manual_seed(2)
+    logits = torch.randn((5, 300), generator=generator) * 3
+    logits[3, 7] = torch.nan
+    rows = rows_of(
+        params(temperature=0.0),
+        params(temperature=0.9, top_p=0.9, seed=5),
+        params(temperature=1.2, top_k=20, seed=6),
+        params(temperature=0.7, seed=7),
+        params(temperature=0.8, min_p=0.1, seed=8),
+        vocab=300,
+    )
+    wanted = sample(logits, rows)
+    tokens, is_finite = choose_on_device(logits, torch.isfinite(logits.sum(dim=1)), rows)
+    assert is_finite.tolist() == wanted.is_finite.tolist() == [True, True, True, False, True]
+    assert tokens[is_finite].tolist() == wanted.token_ids[is_finite].tolist()
