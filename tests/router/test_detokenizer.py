@@ -121,10 +121,10 @@ def test_b136_the_cost_per_token_is_flat(tokenizer: Tokenizer) -> None:
     detokenizer = Detokenizer(tokenizer.texts)
 
     def time_of(part: list[int]) -> float:
-        started = time.perf_counter()
+        started = time.thread_time()
         for token_id in part:
             detokenizer.push(token_id)
-        return (time.perf_counter() - started) / len(part)
+        return (time.thread_time() - started) / len(part)
 
     costs = [time_of(ids[start : start + 500]) for start in range(0, 8000, 500)]
     assert min(costs[8:]) < 1.5 * min(costs[:8]) + 0.2e-6

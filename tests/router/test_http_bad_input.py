@@ -4,7 +4,6 @@ import dataclasses
 import itertools
 import json
 import socket
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from common.scheduling.kv_cache import KvCache
 from decode_worker.waiting import WaitingRequests
 from tests.router.fake_worker import FakeWorker, tokens
 from tests.router.kits import K2, NOT_NUMBERS
-from tests.router.stack import Stack
+from tests.router.stack import DEADLINE_S, Stack
 
 VOCABULARY = 49152
 SOON_S = 3.0
@@ -435,15 +434,14 @@ def test_unknown_model(stack: Stack, model: str) -> None:
 
 
 def test_b41_a_huge_body_is_refused_before_it_is_read(stack: Stack) -> None:
+    """Most of it is never sent, so an answer that waited for it would not come at all."""
     port = stack.router.http_port
-    with socket.create_connection(("127.0.0.1", port), timeout=5) as connection:
-        started = time.perf_counter()
+    with socket.create_connection(("127.0.0.1", port), timeout=DEADLINE_S) as connection:
         connection.sendall(
             b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
             b"content-length: 67108864\r\n\r\n" + b"x" * 1000
         )
         answer = connection.recv(65536)
-        assert time.perf_counter() - started < SOON_S
     assert answer.startswith(b"HTTP/1.1 413")
     assert b"request_too_large" in answer
     assert b"connection: close" in answer

@@ -101,9 +101,9 @@ def test_b36_a_thousand_stops_cost_little() -> None:
     text = "nothing of the sort, stop number "
 
     def time_of_a_push() -> float:
-        started = time.perf_counter()
+        started = time.thread_time()
         matcher.push(text)
-        return time.perf_counter() - started
+        return time.thread_time() - started
 
-    # the best of many: what else the machine does is not the matcher's cost
+    # processor time, the best of many: what else the machine does is not the matcher's cost
     assert min(time_of_a_push() for _ in range(100)) / len(text) < 10e-6
