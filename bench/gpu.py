@@ -326,12 +326,12 @@ def handoff(bench: Bench) -> Iterator[Row]:
 Section = tuple[str, float, Callable[[Bench], Iterator[Row]]]
 SECTIONS: list[Section] = [
     ("ceilings", 15, ceilings),
-    ("kernels", 75, kernels),
+    ("kernels", 65, kernels),
     ("itl_context", 45, itl_context),
     ("model", 30, model),
     ("fp8_weights", 30, fp8_weights),
     ("chunks", 15, chunks),
-    ("handoff", 30, handoff),
+    ("handoff", 40, handoff),
 ]
 """Name, budget in seconds (240 together), function."""
 
