@@ -193,7 +193,7 @@ def page_cases(target: str, codec: str, head_dim: int) -> Iterator[Case]:
 
 def convert_shape(codec: str, head_dim: int) -> dict[str, int]:
     """K's pages of 16 tokens joined into pages of 32 of the same codec."""
-    found = {"HEAD_DIM": head_dim, "WIDTH": width_of(head_dim), "IS_K": 1}
+    found = {"HEAD_DIM": head_dim, "WIDTH": width_of(head_dim), "IS_K": True}
     for side, block_size in (("SOURCE", 16), ("TARGET", 32)):
         layout = PageLayout(1, KV_HEADS, block_size, head_dim, CODECS[codec])
         k_scale, v_scale = layout.scale_bytes
