@@ -32,7 +32,7 @@ from common.kernels.gpu.attention import attention_kernel, rows_of, step_of
 from common.kernels.gpu.convert import convert_kernel
 from common.kernels.gpu.decode import decode_kernel, merge_kernel
 from common.kernels.gpu.store import store_kernel
-from common.kernels.gpu.tiles import tiles_of
+from common.kernels.gpu.tiles import sample_tile_of, tiles_of
 from common.pages import CODECS, TAG_BYTES, ElementKind, PageLayout
 
 TARGETS = {
@@ -146,9 +146,10 @@ def plain_cases(target: str) -> Iterator[Case]:
     yield Case("land, copy", "copy", target, copy, pointers=words)
     columns = dict.fromkeys(("temperature_ptr", "min_p_ptr", "top_p_ptr", "chance_ptr"), "*fp64")
     columns |= {"top_k_ptr": "*i64", "tokens_ptr": "*i64"}
+    tile = sample_tile_of(target)
     yield Case(
-        "sample", "sample", target, {"TILE": sampling.TILE, "SIDES": sampling.SIDES},
-        num_warps=sampling.NUM_WARPS, pointers=columns,
+        "sample", "sample", target, {"TILE": tile.tokens, "SIDES": sampling.SIDES},
+        num_warps=tile.num_warps, pointers=columns,
     )  # fmt: skip
     yield Case(
         "RMSNorm", "norm", target, {"HAS_RESIDUAL": 1, "WIDTH": HIDDEN}, pointers=rows,

@@ -18,10 +18,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-TILE = 1024
+from common.kernels.gpu.tiles import device_kind, sample_tile_of
+
 SIDES = 16
 """Parts that one pass of a search divides its range in."""
-NUM_WARPS = 8
 
 
 @triton.jit
@@ -201,10 +201,11 @@ def sample_rows(
     assert logits.stride(1) == 1
     assert temperature.dtype == min_p.dtype == top_p.dtype == chance.dtype == torch.float64
     assert top_k.dtype == torch.int64
+    tile = sample_tile_of(device_kind(logits.device))
     tokens = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     if num_rows:
         sample_kernel[(num_rows,)](
             logits, logits.stride(0), temperature, min_p, top_k, top_p, chance, tokens, vocab,
-            TILE=TILE, SIDES=SIDES, num_warps=NUM_WARPS,
+            TILE=tile.tokens, SIDES=SIDES, num_warps=tile.num_warps,
         )  # fmt: skip
     return tokens

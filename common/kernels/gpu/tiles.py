@@ -10,6 +10,7 @@ import json
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
+from typing import Any
 
 import torch
 
@@ -59,16 +60,35 @@ class Tiles:
     decode: DecodeTile
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleTile:
+    """Of `common.kernels.gpu.sampling`."""
+
+    tokens: int
+    """Of the vocabulary, looked at together."""
+    num_warps: int
+
+
+@cache
+def sample_tile_of(kind: str) -> SampleTile:
+    return SampleTile(**_table()[kind]["sample"])
+
+
 @cache
 def tiles_of(kind: str, head_dim: int) -> Tiles:
-    table = json.loads(files(__package__).joinpath("tiles.json").read_text(encoding="utf-8"))
     size = next((size for size in HEAD_SIZES if head_dim <= size), HEAD_SIZES[-1])
-    entry = table[kind][str(size)]
+    entry = _table()[kind][str(size)]
     return Tiles(
         store=StoreTile(**entry["store"]),
         chunk=ChunkTile(**entry["chunk"]),
         decode=DecodeTile(**entry["decode"]),
     )
+
+
+@cache
+def _table() -> dict[str, Any]:
+    text = files(__package__).joinpath("tiles.json").read_text(encoding="utf-8")
+    return json.loads(text)  # type: ignore[no-any-return]
 
 
 @cache
