@@ -106,8 +106,9 @@ def test_a_model_with_fp8_weights_computes_with_what_its_codes_stand_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 1, "hidden_size": 32}
-    path = make_tiny_model(tmp_path, "qwen2", num_hidden_layers=2, **sizes).path
+    path = make_tiny_model(tmp_path, "qwen2", num_hidden_layers=1, **sizes).path
     logits = []
+    # in fp32: Triton's interpreter multiplies the bits of bf16 operands as integers
     for weight_dtype in ("auto", "fp8", "as defined"):
         if weight_dtype == "as defined":
             monkeypatch.setattr("common.engine.linear.PlainLinear", DequantisedLinear)
@@ -115,15 +116,15 @@ def test_a_model_with_fp8_weights_computes_with_what_its_codes_stand_for(
         offsets, _ = open_offsets(path, runner.config, runner.layout)
         checkpoint = Checkpoint.open(path)
         runner._backend = TritonModel(
-            runner.config, checkpoint, runner.pool, offsets, torch.bfloat16, weight_dtype
+            runner.config, checkpoint, runner.pool, offsets, torch.float32, weight_dtype
         )
         driver = Driver(runner)
-        driver.add("a", list(range(3, 21)), max_tokens=1)
+        driver.add("a", list(range(3, 8)), max_tokens=1)
         driver.run()
         logits.append(torch.from_numpy(driver.logits["a"][0]))
     plain, fp8, defined = logits
-    assert float(torch.cosine_similarity(fp8, defined, dim=0)) > 0.995
-    assert 0.95 < float(torch.cosine_similarity(fp8, plain, dim=0)) < 0.999
+    torch.testing.assert_close(fp8, defined, rtol=1e-4, atol=1e-4)
+    assert 0.99 < float(torch.cosine_similarity(fp8, plain, dim=0)) < 0.9999
 
 
 def test_fp8_weights_are_refused_on_a_cpu(tiny_runner: MakeRunner) -> None:
