@@ -2,9 +2,11 @@
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from common.engine.runner import ModelRunner, load_runner
 from tests.engine.tiny_models import TinyModel, make_tiny_model
@@ -24,6 +26,12 @@ def _one_torch_thread() -> Iterator[None]:
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
     """A small random Llama."""
     return make_tiny_model(tmp_path_factory.mktemp("tiny"), "llama")
+
+
+@pytest.fixture(scope="package")
+def reference(demo_model: Path) -> Any:
+    """The demo model in transformers, fp32."""
+    return transformers.AutoModelForCausalLM.from_pretrained(demo_model, dtype=torch.float32)
 
 
 @pytest.fixture

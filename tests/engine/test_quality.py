@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import transformers
 
 from common.config import CalibrateConfig, QualityConfig
 from common.engine import calibrate, quality, tasks
@@ -214,11 +213,12 @@ def written_tasks(folder: Path, tasks: list[Any]) -> str:
     return str(path)
 
 
-def test_accuracy_on_tasks_is_that_of_transformers(demo_model: Path, tmp_path: Path) -> None:
+def test_accuracy_on_tasks_is_that_of_transformers(
+    demo_model: Path, reference: Any, tmp_path: Path
+) -> None:
     """The likelihoods behind it too; the last task's answer is wrong, so that one in four is."""
     path = written_tasks(tmp_path, TASKS)
     found = read_tasks(demo_model, path, 8192)
-    reference = transformers.AutoModelForCausalLM.from_pretrained(demo_model, dtype=torch.float32)
     runner = load_runner(demo_model, codec="fp32", num_blocks=8, num_exact=1)
     for task in found:
         for choice in task.choices:

@@ -42,11 +42,6 @@ class Outcome:
         assert self.pages == other.pages, what
 
 
-def alone(path: Path, length: int, chunk: int, max_tokens: int = 8, **options: object) -> Outcome:
-    driver = Driver(make_runner(path, **options))
-    return in_batch(driver, [length], chunk, max_tokens)[length]
-
-
 def in_batch(
     driver: Driver, lengths: Iterable[int], chunk: int, max_tokens: int = 8
 ) -> dict[int, Outcome]:
@@ -125,16 +120,18 @@ def test_pages_hold_no_bytes_of_earlier_tenants(path: Path, codec: str) -> None:
 
 
 def test_demo_model(demo_model: Path) -> None:
-    """Real weights, groups of three heads: edges of block and chunk, alone and together."""
-    lengths = [1, 16, 17, 63, 64, 65, 513]
-    runner = make_runner(demo_model)
-    wanted = in_batch(Driver(runner), lengths, chunk=512, max_tokens=5)
+    """Real weights, groups of three heads: edges of block and chunk, alone and together, on one
+    thread and on two.
+    """
+    lengths = [1, 16, 17, 63, 64, 65, 129]
+    wanted = in_batch(Driver(make_runner(demo_model)), lengths, chunk=128, max_tokens=5)
+    driver = Driver(make_runner(demo_model, num_threads=2))
     for chunk in (16, 64):
-        driver = Driver(make_runner(demo_model))
         for length, found in in_batch(driver, lengths, chunk, max_tokens=5).items():
             found.assert_equals(wanted[length], f"{length} tokens in chunks of {chunk}")
     for length in (17, 65):
-        alone(demo_model, length, 512, max_tokens=5).assert_equals(wanted[length], "alone")
+        found = in_batch(driver, [length], 128, max_tokens=5)[length]
+        found.assert_equals(wanted[length], f"{length} tokens alone")
 
 
 def test_self_test_passes_and_leaves_no_trace(path: Path) -> None:

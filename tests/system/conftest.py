@@ -1,8 +1,16 @@
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from bench.serving import Launched, serving
+from bench.shrunk_model import shrunk_model
+
+
+@pytest.fixture(scope="session")
+def shrunk(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo model's first two layers, for tests that do not mind what the text says."""
+    return shrunk_model(tmp_path_factory.mktemp("model") / "two-layers")
 
 
 @pytest.fixture(scope="session")

@@ -11,18 +11,18 @@ import httpx
 import pytest
 
 from bench.cluster import cluster
-from bench.shrunk_model import shrunk_model
 
 
-def test_a_fleet_with_certificates_answers_and_hears_nobody_else(tmp_path: Path) -> None:
+def test_a_fleet_with_certificates_answers_and_hears_nobody_else(
+    shrunk: Path, tmp_path: Path
+) -> None:
     folder = tmp_path / "certs"
     command = [sys.executable, "-m", "tandem", "certs", "--out", str(folder)]
     subprocess.run(command, check=True, capture_output=True)
-    model = shrunk_model(tmp_path / "model")
     everywhere = ("--internal-tls", str(folder))
     sizes = ("--kv-blocks", "256")
-    with cluster(tmp_path, model, "p0", "d0", options=sizes, everywhere=everywhere) as c:
-        body = {"model": model.name, "prompt": list(range(100, 180)), "max_tokens": 5}
+    with cluster(tmp_path, shrunk, "p0", "d0", options=sizes, everywhere=everywhere) as c:
+        body = {"model": shrunk.name, "prompt": list(range(100, 180)), "max_tokens": 5}
         answer = httpx.post(f"{c.url}/v1/completions", json=body, timeout=60).json()
         assert answer["usage"]["completion_tokens"] == 5
         with c.served() as served:
