@@ -17,7 +17,6 @@ import pytest
 from bench.cluster import Cluster, cluster
 from bench.load import random_prompt
 from bench.serving import wait_for
-from bench.shrunk_model import shrunk_model
 from common.config import home
 from common.demo_model import prepare
 from tests.system.streams import Stream, undisturbed
@@ -27,15 +26,10 @@ OPTIONS = ("--kv-blocks", "2048", "--chunk-tokens", "256")
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return shrunk_model(tmp_path_factory.mktemp("model") / "two-layers")
-
-
-@pytest.fixture(scope="module")
-def fleet(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+def fleet(shrunk: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """Two prefill and two decode workers; a test that kills one brings it back."""
     directory = tmp_path_factory.mktemp("fleet")
-    with cluster(directory, model, "p0", "p1", "d0", "d1", options=OPTIONS) as running:
+    with cluster(directory, shrunk, "p0", "p1", "d0", "d1", options=OPTIONS) as running:
         yield running
 
 
@@ -121,12 +115,12 @@ def test_an_answer_of_a_schema_is_whole_when_its_decode_worker_dies(fleet: Clust
 
 
 def test_answers_of_a_schema_are_whole_when_requests_are_evicted(
-    model: Path, tmp_path: Path
+    shrunk: Path, tmp_path: Path
 ) -> None:
-    """Six requests of up to 30 blocks on a pool of 60: most of them are evicted and resumed."""
-    options = ("--kv-blocks", "60", "--max-num-seqs", "8")
-    with cluster(tmp_path, model, "c0", options=options) as c:
-        streams = [Stream(c, LONG[:20], 440, 20 + n, **JSON_FIELDS) for n in range(6)]
+    """Four requests of up to 30 blocks on a pool of 40: most of them are evicted and resumed."""
+    options = ("--kv-blocks", "40", "--max-num-seqs", "8")
+    with cluster(tmp_path, shrunk, "c0", options=options) as c:
+        streams = [Stream(c, LONG[:20], 440, 20 + n, **JSON_FIELDS) for n in range(4)]
         texts = [stream.join() for stream in streams]
         for text in texts:
             check_json(text)
@@ -231,7 +225,7 @@ def test_late_bytes_of_a_read_that_was_given_up_hit_only_quarantined_slots(tmp_p
             assert wait_for(lambda: served.worker("decode")["blocks"]["held"] > 0, 5)
             c.signal("p0", signal.SIGCONT)
             assert [other.join() for other in others] == expected
-            if num_caught == 2:
+            if num_caught:
                 break
         assert num_caught, "no freeze met a read in flight"
         served.wait_until_at_rest(within_s=20)
