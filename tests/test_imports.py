@@ -1,6 +1,7 @@
 """The import table of the design: which folder may import which, and where torch lives."""
 
 import ast
+import functools
 import sys
 from collections.abc import Iterator
 from dataclasses import fields
@@ -46,8 +47,13 @@ def sources(*folders: str) -> list[Path]:
     return sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
 
 
-def imported(path: Path) -> Iterator[str]:
+@functools.cache
+def imported(path: Path) -> tuple[str, ...]:
     """Every module that the file names in an import, wherever the import stands."""
+    return tuple(_imported(path))
+
+
+def _imported(path: Path) -> Iterator[str]:
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         match node:
             case ast.Import(names=names):

@@ -1,5 +1,6 @@
 """Tools, reasoning and structured output, over a worker that says what the test scripts."""
 
+import functools
 import json
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -425,8 +426,13 @@ def test_the_last_message_is_continued(stack: Stack, tokenizer: Tokenizer) -> No
 # --- structured output ----------------------------------------------------------------------------
 
 
+@functools.cache
+def grammar_tokenizer(model_dir: Path) -> LLTokenizer:
+    return LLTokenizer(str(model_dir / "tokenizer.json"), n_vocab=49152, eos_token=[2])
+
+
 def accepts(model_dir: Path, grammar: str, text: str) -> bool:
-    tokenizer = LLTokenizer(str(model_dir / "tokenizer.json"), n_vocab=49152, eos_token=[2])
+    tokenizer = grammar_tokenizer(model_dir)
     matcher = LLMatcher(tokenizer, grammar, log_level=0)
     ids = tokenizer.tokenize_str(text)
     return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
@@ -490,7 +496,7 @@ def test_constraints_become_grammars(
         {"guided_regex": "a", "ignore_eos": True},
         {"guided_regex": "a" * 300_000},
     ],
-    ids=str,
+    ids=lambda fields: str(fields)[:60],
 )
 def test_wrong_constraints_are_refused(stack: Stack, fields: dict[str, Any]) -> None:
     response = stack.complete(**fields)
