@@ -105,7 +105,7 @@ class RouterConfig:
         "seconds between two tokens of a stream that prompt chunks in between should keep to",
         default=None,
         metavar="SECONDS",
-        shown="0.05, or two to four steps without prompts where those are longer",
+        shown="0.05, or two to five steps without prompts where those are longer",
     )
     request_timeout_s: float = option(
         "a request that takes longer is ended", default=600.0, metavar="SECONDS"
@@ -311,7 +311,7 @@ class ServeConfig:
         "seconds between two tokens of a stream that prompt chunks in between should keep to",
         default=None,
         metavar="SECONDS",
-        shown="0.05, or two to four steps without prompts where those are longer",
+        shown="0.05, or two to five steps without prompts where those are longer",
     )
     prefill_where: PrefillWhere | None = option(
         "auto or remote: whether decode workers may prefill where that is faster",

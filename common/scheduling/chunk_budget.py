@@ -16,13 +16,13 @@ import math
 from common.scheduling.step_time import StepShape, StepTimes, num_pairs
 
 DEFAULT_ITL_S = 0.05
-MAX_SHARES = 3
+MAX_SHARES = 4
 """Without a target, a step may take 50 ms, which are 20 tokens a second, several times as fast as
 anybody reads and what GPUs reach with room to spare. A device whose quiet step comes near that (a
 CPU, a large model on few GPUs) would hardly ever get to prompts then: there every prompt that waits
 gets as much of a step as all decodes together, which are one batch. With one prompt a stream never
 gets slower than half its pace; with more, decodes in small batches beside starved prompts would
-cost everybody more than longer steps do. Three such shares are nearly all that there is to gain
+cost everybody more than longer steps do. Four such shares are most of what there is to gain
 (docs/scheduling.md has the numbers).
 """
 
