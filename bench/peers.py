@@ -31,6 +31,8 @@ from bench.serving import free_port, serving, wait_for
 from common.config import home
 from common.demo_model import prepare
 
+COLOCATED = ("1 colocated", "1 colocated, chunks of 512")
+"""Of `bench serve`'s fleets: peers compute on all cores, too."""
 NUM_ROUNDS = 3
 START_TIMEOUT_S = 600.0
 CONTEXT = 1024
@@ -164,7 +166,8 @@ def main() -> int:
     missing: list[str] = []
     with contextlib.ExitStack() as stack:
         contenders = []
-        for name, arguments in FLEETS.items():
+        for name in COLOCATED:
+            arguments = FLEETS[name]
             served = stack.enter_context(serving(*arguments))
             contenders.append(Contender(f"tandem, {name}", through(served.url, served.model)))
         executable = os.environ.get("VLLM") or shutil.which("vllm")
@@ -192,12 +195,12 @@ def main() -> int:
 
 
 def table_of(contenders: list[Contender]) -> Table:
-    base = next(c for c in contenders if c.name == "tandem, 1 colocated")
+    base = next(c for c in contenders if c.name == f"tandem, {COLOCATED[0]}")
     table = Table(
         title=f"{NUM_REQUESTS} requests, {PROMPT_TOKENS} tokens in, {OUTPUT_TOKENS} out, "
         f"{CONCURRENCY} at a time; median of {NUM_ROUNDS} interleaved rounds"
     )
-    for name in ("", "wall s", "time / tandem colocated", "output tokens/s", "TTFT s", "ITL ms"):
+    for name in ("", "wall s", "time / tandem's", "output tokens/s", "TTFT s", "ITL ms"):
         table.add_column(name, justify="right" if name else "left")
     for contender in contenders:
         table.add_row(

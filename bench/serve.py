@@ -1,5 +1,5 @@
 """32 requests of 512 tokens in and 64 out, 16 at a time: 1 prefill + 1 decode worker, and one
-colocated.
+colocated, with automatic chunks and with chunks of 512.
 
 The two-worker fleet has one thread per worker, the colocated worker has all of them, as `tandem
 serve` divides the cores. On a machine with few cores the split fleet must lose throughput: its two
@@ -16,10 +16,12 @@ from bench.serving import Launched, serving
 
 NUM_REQUESTS, PROMPT_TOKENS, OUTPUT_TOKENS, CONCURRENCY = 32, 512, 64, 16
 
+ONE_DEVICE = ("--prefill", "0", "--decode", "0", "--colocated", "1")
 FLEETS = {
     "1 prefill + 1 decode": ("--prefill", "1", "--decode", "1", "--prefill-where", "remote"),
     "1 prefill + 1 decode, auto": ("--prefill", "1", "--decode", "1"),
-    "1 colocated": ("--prefill", "0", "--decode", "0", "--colocated", "1"),
+    "1 colocated": ONE_DEVICE,
+    "1 colocated, chunks of 512": (*ONE_DEVICE, "--chunk-tokens", "512"),
 }
 
 
