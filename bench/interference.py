@@ -18,6 +18,7 @@ from statistics import median
 import httpx
 
 from bench.load import percentile, random_prompt, stream_one
+from bench.serve import ONE_DEVICE
 from bench.serving import serving
 
 NUM_STREAMS, OUTPUT_TOKENS, STREAM_PROMPT_TOKENS = 4, 600, 64
@@ -30,7 +31,6 @@ MAX_RUN_S = 60.0
 """Whole prompts leave streams so little that their end is not waited for."""
 MAX_P99, MAX_MAX = 2.0, 3.0
 
-ONE_DEVICE = ("--prefill", "0", "--decode", "0", "--colocated", "1")
 FLEETS = {
     "1 prefill + 1 decode": ("--prefill", "1", "--decode", "1", "--prefill-where", "remote"),
     "1 colocated, auto chunks": ONE_DEVICE,
