@@ -34,6 +34,12 @@ def test_the_capital_of_france_streamed_through_two_workers(served: Launched) ->
     assert roles == ["decode", "prefill"]
     assert len({worker["pid"] for worker in served.fleet()}) == 2
     before = served.metric("decode", "tandem_pull_pages_total")
+    check_the_capital_of_france(served)
+    assert served.metric("decode", "tandem_pull_pages_total") > before
+
+
+def check_the_capital_of_france(served: Launched) -> None:
+    """The answer as a whole and streamed; its prompt may be in the prefix cache by now."""
     whole = client(served).chat.completions.create(
         model=served.model, messages=PARIS, temperature=0, max_tokens=30
     )
@@ -50,7 +56,6 @@ def test_the_capital_of_france_streamed_through_two_workers(served: Launched) ->
     ]
     assert "".join(pieces) == text
     assert len(pieces) > 3
-    assert served.metric("decode", "tandem_pull_pages_total") > before
 
 
 def test_the_prefill_worker_computes_every_prompt_token_and_bytes_add_up(served: Launched) -> None:
@@ -112,7 +117,7 @@ def test_200_requests_a_third_of_them_cancelled_leave_nothing_behind(served: Lau
     jobs = [
         (
             number,
-            rng.randrange(1, 120),
+            rng.randrange(1, 60),
             rng.randrange(1, 24),
             rng.random() * 1.5 if number % 3 == 0 else None,
         )
@@ -123,7 +128,7 @@ def test_200_requests_a_third_of_them_cancelled_leave_nothing_behind(served: Lau
     for job, result in zip(jobs, results, strict=True):
         assert result == job[2] or (result == -1 and job[3] is not None)
     served.wait_until_at_rest()
-    test_the_capital_of_france_streamed_through_two_workers(served)
+    check_the_capital_of_france(served)
 
 
 def test_a_client_that_leaves_stops_the_prefill_worker(served: Launched) -> None:
