@@ -45,7 +45,8 @@ async def _run(
     url: str, model: str, prompts: Sequence[Sequence[int]], output_tokens: int, concurrency: int
 ) -> tuple[list[Seen], float]:
     places = asyncio.Semaphore(concurrency)
-    limits = httpx.Limits(max_connections=None)
+    # llama-server closes connections that a client would use again
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
     async with httpx.AsyncClient(base_url=url, timeout=600, limits=limits) as http:
 
         async def one(prompt: Sequence[int]) -> Seen:
