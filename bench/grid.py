@@ -16,8 +16,8 @@ mean gap stays within `ITL_S`. Load 1 is what four workers could do at best, by 
 
 import itertools
 import os
-from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from functools import cache, partial
 from statistics import mean
@@ -89,9 +89,16 @@ def cells() -> list[Cell]:
     return [Cell(*values) for values in itertools.product(PROMPTS, OUTPUTS, LOADS)]
 
 
-def run(chosen: list[Cell] | None = None) -> list[Row]:
+def run(on_row: Callable[[Row], None], chosen: Sequence[Cell] = ()) -> list[Row]:
+    """All cells, or those chosen, in their order; `on_row` is told of each as it is done."""
+    found: dict[Cell, Row] = {}
+    wanted = chosen or cells()
     with ProcessPoolExecutor(os.cpu_count()) as pool:
-        return list(pool.map(row_of, chosen or cells()))
+        for done in as_completed([pool.submit(row_of, cell) for cell in wanted]):
+            row = done.result()
+            found[row.cell] = row
+            on_row(row)
+    return [found[cell] for cell in wanted]
 
 
 def row_of(cell: Cell) -> Row:

@@ -68,19 +68,9 @@ def print_grid(console: Console) -> dict[str, Any]:
     names = ("prompt", "output", "load", "aggregated", "disaggregated", "same fleet", "Tandem")
     for name in (*names, "loss %"):
         table.add_column(name, justify="right", no_wrap=True)
-    rows = grid.run()
+    rows = grid.run(lambda row: console.print("  ".join(grid_columns(row))))
     for row in rows:
-        cell = row.cell
-        table.add_row(
-            str(cell.prompt),
-            str(cell.output),
-            f"{cell.load:g}",
-            f"{row.aggregated:.4g}",
-            f"{row.disaggregated:.4g} ({row.disaggregated_fleet})",
-            f"{row.same_fleet:.4g}",
-            f"{row.tandem:.4g} ({row.tandem_fleet})",
-            f"{100 * row.loss:+.1f}",
-        )
+        table.add_row(*grid_columns(row))
     console.print(table)
     losses = [row.loss for row in rows]
     worst = max(rows, key=lambda row: row.loss)
@@ -93,6 +83,19 @@ def print_grid(console: Console) -> dict[str, Any]:
         "rows": [{**asdict(row), "loss": row.loss} for row in rows],
         "holds": mean(losses) <= grid.MEAN_BOUND and worst.loss <= grid.WORST_BOUND,
     }
+
+
+def grid_columns(row: grid.Row) -> tuple[str, ...]:
+    return (
+        str(row.cell.prompt),
+        str(row.cell.output),
+        f"{row.cell.load:g}",
+        f"{row.aggregated:.4g}",
+        f"{row.disaggregated:.4g} ({row.disaggregated_fleet})",
+        f"{row.same_fleet:.4g}",
+        f"{row.tandem:.4g} ({row.tandem_fleet})",
+        f"{100 * row.loss:+.1f}",
+    )
 
 
 def pair(values: tuple[float, float], scale: float) -> str:
