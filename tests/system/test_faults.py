@@ -5,7 +5,6 @@ virtual time (tests/faults); here the parts that only an operating system has ar
 import json
 import signal
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -205,36 +204,26 @@ def test_late_bytes_of_a_read_that_was_given_up_hit_only_quarantined_slots(tmp_p
     others use D's pool, resume P. The bytes that then arrive must change nobody's text.
     """
     model = prepare(home(), lambda _: None)
-    log = tmp_path / "p0.jsonl"
-    options = ("--kv-blocks", "512", "--event-log", str(log))
+    target = tmp_path / "freeze"
+    program = ("tests.system.freezing_reader", str(target))
+    options = ("--kv-blocks", "512")
     with (
-        cluster(tmp_path, model, "p0", "d0", options=options, UCX_TLS="tcp,self") as c,
+        cluster(
+            tmp_path, model, "p0", "d0", options=options, program=program, UCX_TLS="tcp,self"
+        ) as c,
         c.served() as served,
     ):
         expected = [undisturbed(c, LONG[:60], 12, salt=200 + n) for n in range(4)]
-        num_caught = 0
-        for attempt in range(12):
-            stream = Stream(c, LONG[:900], 12, salt=100 + attempt)
-            follow_until(log, "pages_ready")
-            c.signal("p0", signal.SIGSTOP)
-            stream.leave()
-            assert wait_for(lambda: served.worker("decode")["running"] == 0, 5)
-            slots = served.metric("decode", "tandem_landing_slots", state="quarantined")
-            num_caught += slots > 0
-            others = [Stream(c, LONG[:60], 12, salt=200 + n) for n in range(4)]
-            assert wait_for(lambda: served.worker("decode")["blocks"]["held"] > 0, 5)
-            c.signal("p0", signal.SIGCONT)
-            assert [other.join() for other in others] == expected
-            if num_caught:
-                break
-        assert num_caught, "no freeze met a read in flight"
+        draft = tmp_path / "draft"
+        draft.write_text(str(c.processes["p0"].pid))
+        draft.rename(target)
+        stream = Stream(c, LONG[:900], 12, salt=100)
+        assert wait_for(lambda: not target.exists(), 60), c.logs()
+        stream.leave()
+        assert wait_for(lambda: served.worker("decode")["running"] == 0, 10)
+        assert served.metric("decode", "tandem_landing_slots", state="quarantined") > 0
+        others = [Stream(c, LONG[:60], 12, salt=200 + n) for n in range(4)]
+        assert wait_for(lambda: served.worker("decode")["blocks"]["held"] > 0, 10)
+        c.signal("p0", signal.SIGCONT)
+        assert [other.join() for other in others] == expected
         served.wait_until_at_rest(within_s=20)
-
-
-def follow_until(log: Path, event: str) -> None:
-    """Returns as soon as a new line with that event is written."""
-    with log.open() as lines:
-        lines.seek(0, 2)
-        deadline = time.monotonic() + 30
-        while f'"{event}"' not in lines.readline():
-            assert time.monotonic() < deadline, f"no {event}"
