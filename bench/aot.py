@@ -29,6 +29,7 @@ from triton.compiler import ASTSource
 
 from common.kernels.gpu import checksum, landing, norm, quantise, sampling, swiglu
 from common.kernels.gpu.attention import attention_kernel, rows_of, step_of
+from common.kernels.gpu.codec import page_constants
 from common.kernels.gpu.convert import convert_kernel
 from common.kernels.gpu.decode import decode_kernel, merge_kernel
 from common.kernels.gpu.store import store_kernel
@@ -86,7 +87,6 @@ class Row:
 KERNELS: dict[str, Any] = {
     "attention": attention_kernel,
     "checksum": checksum.checksum_kernel,
-    "check": landing.check_kernel,
     "convert": convert_kernel,
     "copy": landing.copy_kernel,
     "decode": decode_kernel,
@@ -133,16 +133,18 @@ def all_cases(head_dims: tuple[int, ...], codecs: tuple[str, ...]) -> Iterator[C
 
 def plain_cases(target: str) -> Iterator[Case]:
     """Kernels that know neither codec nor head size."""
-    words = {"pages_ptr": "*i64", "sums_ptr": "*i64"}
+    words = dict.fromkeys(
+        (
+            *("pages_ptr", "which_ptr", "shares_ptr", "source_ptr", "target_ptr", "slots_ptr"),
+            *("blocks_ptr", "tags_ptr", "outcome_ptr"),
+        ),
+        "*i64",
+    )
     rows = {"x_ptr": "*bf16", "residual_ptr": "*bf16", "weight_ptr": "*bf16"}
     rows |= {"normed_ptr": "*bf16", "sum_ptr": "*bf16", "gate_up_ptr": "*bf16", "out_ptr": "*bf16"}
-    yield Case("checksum", "checksum", target, {"WORDS": checksum.WORDS_AT_ONCE}, pointers=words)
-    words |= dict.fromkeys(
-        ("source_ptr", "target_ptr", "slots_ptr", "blocks_ptr", "tags_ptr", "shares_ptr"), "*i64"
-    ) | {"outcome_ptr": "*i64"}
-    check = {"WORDS": landing.WORDS_AT_ONCE}
-    copy = check | {"SHARES": landing.SHARES, "TAG_WORDS": TAG_BYTES // 8}
-    yield Case("land, check", "check", target, check, pointers=words)
+    sums = {"WORDS": checksum.WORDS_AT_ONCE}
+    copy = sums | {"SHARES": checksum.SHARES, "TAG_WORDS": TAG_BYTES // 8}
+    yield Case("checksum", "checksum", target, sums, pointers=words)
     yield Case("land, copy", "copy", target, copy, pointers=words)
     columns = dict.fromkeys(("temperature_ptr", "min_p_ptr", "top_p_ptr", "chance_ptr"), "*fp64")
     columns |= {"top_k_ptr": "*i64", "tokens_ptr": "*i64"}
@@ -207,18 +209,7 @@ def convert_shape(codec: str, head_dim: int) -> dict[str, int]:
 
 def shape_of(codec: str, head_dim: int) -> dict[str, int]:
     layout = PageLayout(1, KV_HEADS, BLOCK_SIZE, head_dim, CODECS[codec])
-    k_scale, v_scale = layout.scale_bytes
-    return {
-        "KV_HEADS": KV_HEADS,
-        "GROUP": GROUP,
-        "BLOCK": BLOCK_SIZE,
-        "HEAD_DIM": head_dim,
-        "WIDTH": width_of(head_dim),
-        "EXACT_KIND": int(layout.codec.exact),
-        "PACKED_KIND": int(layout.codec.packed),
-        "K_SCALE": k_scale,
-        "V_SCALE": v_scale,
-    }
+    return {**page_constants(layout), "GROUP": GROUP}
 
 
 def width_of(head_dim: int) -> int:

@@ -306,24 +306,14 @@ def sampling_case(at: Setting) -> Case:
     """By temperature, top_k and top_p, as most requests that sample do."""
     count = at.shape.batch
     logits = torch.randn((count, at.shape.vocab_size), device=at.device) * 4
-    numbers = np.arange(count, dtype=np.int64)
-    rows = SamplingRows(
-        temperature=np.full(count, 0.8),
-        top_k=np.full(count, 50, dtype=np.int64),
-        top_p=np.full(count, 0.95),
-        min_p=np.zeros(count),
-        seed=numbers.astype(np.uint64),
-        position=numbers,
-        num_output_tokens=numbers,
-        num_logprobs=numbers * 0 - 1,
-    )
+    rows = SamplingRows.filtered(count)
     chance = uniform(rows.seed, rows.position)
     arrays = (rows.temperature, rows.min_p, rows.top_k, rows.top_p, chance)
     columns = [torch.from_numpy(array).to(at.device) for array in arrays]
     return Case(
         run=lambda: sample_rows(logits, *columns),
         outcome=lambda: [sample_rows(logits, *columns)],
-        reference=lambda: [torch.from_numpy(draw(logits.cpu(), numbers, rows))],
+        reference=lambda: [torch.from_numpy(draw(logits.cpu(), np.arange(count), rows))],
         num_bytes=4.0 * logits.numel(),  # one reading; the kernel reads rows several times
         bound=0.0,
     )

@@ -162,17 +162,7 @@ def dry_run(model: TritonModel, limits: StepLimits) -> None:
     model.forward(batch)
     logits = model.logits(batch.wanted)
     count = max(limits.num_decodes, 1)
-    numbers = np.arange(count, dtype=np.int64)
-    rows = SamplingRows(
-        temperature=np.full(count, 0.8),
-        top_k=np.full(count, 50, dtype=np.int64),
-        top_p=np.full(count, 0.95),
-        min_p=np.zeros(count),
-        seed=numbers.astype(np.uint64),
-        position=numbers,
-        num_output_tokens=numbers,
-        num_logprobs=np.full(count, -1, dtype=np.int64),
-    )
+    rows = SamplingRows.filtered(count)
     sample(logits[-count:], rows)
 
 

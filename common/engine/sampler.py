@@ -140,6 +140,23 @@ class SamplingRows:
     """Alternatives wanted; -1 where no logprobs are."""
     extras: dict[int, Extras] = field(default_factory=dict)
 
+    @classmethod
+    def filtered(cls, count: int) -> "SamplingRows":
+        """As most requests that sample ask for: temperature, top_k and top_p; each row with another
+        seed.
+        """
+        numbers = np.arange(count, dtype=np.int64)
+        return cls(
+            temperature=np.full(count, 0.8),
+            top_k=np.full(count, 50, dtype=np.int64),
+            top_p=np.full(count, 0.95),
+            min_p=np.zeros(count),
+            seed=numbers.astype(np.uint64),
+            position=numbers,
+            num_output_tokens=numbers,
+            num_logprobs=np.full(count, -1, dtype=np.int64),
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampled:

@@ -117,7 +117,7 @@ class TritonModel:
         return F.linear(normed, self._head).float()
 
     def checksums(self, pages: Tensor, which: Tensor) -> Tensor:
-        return checksums(pages[which])
+        return checksums(pages, which)
 
     def land(
         self,

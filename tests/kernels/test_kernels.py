@@ -347,6 +347,8 @@ def test_checksums_agree(codec: str) -> None:
         pages = torch.randint(0, 256, (3, layout.page_bytes(kind)), dtype=torch.uint8)
         wanted = reference.checksums(pages)
         assert [int(c) % 2**64 for c in gpu_checksums(pages)] == wanted
+        some = gpu_checksums(pages, torch.tensor([2, 0]))
+        assert [int(c) % 2**64 for c in some] == [wanted[2], wanted[0]]
         assert [cpu_pages.checksum_of(page.data_ptr(), page.numel()) for page in pages] == wanted
 
 

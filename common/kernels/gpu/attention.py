@@ -16,7 +16,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from common.kernels.gpu.codec import block_offset, load_exact, load_packed
+from common.kernels.gpu.codec import (
+    block_offset,
+    load_exact,
+    load_packed,
+    page_arguments,
+    page_constants,
+)
 from common.kernels.gpu.tiles import ChunkTile, device_kind, tiles_of
 from common.kernels.offsets import Offsets
 from common.pages import PageLayout
@@ -160,6 +166,20 @@ def step_of(step_tokens: int, block_size: int) -> int:
     return max(1, step_tokens // block_size)
 
 
+def check_inputs(
+    q: Tensor, k: Tensor, v: Tensor, runs: Tensor, tables: Tensor, layout: PageLayout, out: Tensor
+) -> None:
+    """What the kernels of chunks and of decodes take for granted."""
+    _, num_heads, head_dim = q.shape
+    assert out.shape == q.shape
+    assert head_dim == layout.head_dim
+    assert num_heads % layout.num_kv_heads == 0
+    assert q.stride(1) == k.stride(1) == v.stride(1) == out.stride(1) == head_dim
+    assert k.stride() == v.stride()
+    assert runs.is_contiguous()
+    assert tables.stride(1) == 1
+
+
 def attention(
     q: Tensor,
     k: Tensor,
@@ -182,32 +202,19 @@ def attention(
     `tables` [.., blocks] int32.
     """
     _, num_heads, head_dim = q.shape
-    assert out.shape == q.shape
-    assert head_dim == layout.head_dim
-    assert num_heads % layout.num_kv_heads == 0
-    assert q.stride(1) == k.stride(1) == v.stride(1) == out.stride(1) == head_dim
-    assert k.stride() == v.stride()
-    assert runs.is_contiguous()
-    assert tables.stride(1) == 1
+    check_inputs(q, k, v, runs, tables, layout, out)
     if not len(runs):
         return
     group = num_heads // layout.num_kv_heads
     tile = tiles_of(device_kind(q.device), head_dim).chunk
     rows = rows_of(tile, max_run_tokens, group)
-    k_scale, v_scale = layout.scale_bytes
     grid = (len(runs), layout.num_kv_heads, triton.cdiv(max_run_tokens * group, rows))
     attention_kernel[grid](
         q, q.stride(0), k, v, k.stride(0), out, out.stride(0), runs, tables, tables.stride(0),
-        packed, layout.packed_page_bytes, exact, layout.exact_page_bytes,
-        layer * 2 * layout.num_kv_heads, layout.scales_offset,
-        offsets.means, offsets.cos, offsets.sin,
-        KV_HEADS=layout.num_kv_heads, GROUP=group, BLOCK=layout.block_size, HEAD_DIM=head_dim,
-        WIDTH=triton.next_power_of_2(head_dim),
+        *page_arguments(packed, exact, layout, offsets, layer),
+        **page_constants(layout),
+        GROUP=group,
         ROWS=rows,
         STEP=step_of(tile.step_tokens, layout.block_size),
-        EXACT_KIND=int(layout.codec.exact),
-        PACKED_KIND=int(layout.codec.packed),
-        K_SCALE=k_scale,
-        V_SCALE=v_scale,
         num_warps=tile.num_warps if rows == tile.rows else min(4, tile.num_warps),
     )  # fmt: skip

@@ -4,8 +4,14 @@ Shapes are free: places, scales and offsets broadcast against each other. Bytes 
 shifts, so that no kernel needs a device that knows fp8.
 """
 
+from typing import Any
+
 import triton
 import triton.language as tl
+from torch import Tensor
+
+from common.kernels.offsets import Offsets
+from common.pages import PageLayout
 
 MAGIC = tl.constexpr(12582912.0)
 """1.5 * 2^23: added to a small float, it leaves the nearest integer in the low mantissa bits."""
@@ -241,3 +247,31 @@ def load_packed(
             else:
                 half = (data.to(tl.uint16) << 8).to(tl.float16, bitcast=True)
                 return half.to(tl.float32) * scale + offset
+
+
+def page_arguments(
+    packed: Tensor, exact: Tensor, layout: PageLayout, offsets: Offsets, layer: int
+) -> tuple[Any, ...]:
+    """Of every kernel that reads or writes pages, from `packed_ptr` to `sin_ptr`: where a layer's
+    are. `packed` and `exact` are a pool's.
+    """
+    first_slice = layer * 2 * layout.num_kv_heads
+    return (
+        packed, layout.packed_page_bytes, exact, layout.exact_page_bytes, first_slice,
+        layout.scales_offset, offsets.means, offsets.cos, offsets.sin,
+    )  # fmt: skip
+
+
+def page_constants(layout: PageLayout) -> dict[str, int]:
+    """Of the same kernels: how pages are laid out."""
+    k_scale, v_scale = layout.scale_bytes
+    return {
+        "KV_HEADS": layout.num_kv_heads,
+        "BLOCK": layout.block_size,
+        "HEAD_DIM": layout.head_dim,
+        "WIDTH": triton.next_power_of_2(layout.head_dim),
+        "EXACT_KIND": int(layout.codec.exact),
+        "PACKED_KIND": int(layout.codec.packed),
+        "K_SCALE": k_scale,
+        "V_SCALE": v_scale,
+    }

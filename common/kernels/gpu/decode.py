@@ -19,8 +19,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from common.kernels.gpu.attention import load_blocks, softmax_step, step_of
-from common.kernels.gpu.codec import load_exact, rounded
+from common.kernels.gpu.attention import (
+    check_inputs,
+    load_blocks,
+    softmax_step,
+    step_of,
+)
+from common.kernels.gpu.codec import load_exact, page_arguments, page_constants, rounded
 from common.kernels.gpu.tiles import device_kind, tiles_of
 from common.kernels.offsets import Offsets
 from common.pages import PageLayout
@@ -169,36 +174,26 @@ def decode_attention(
     _, num_heads, head_dim = q.shape
     kv_heads, block_size = layout.num_kv_heads, layout.block_size
     tile = tiles_of(device_kind(q.device), head_dim).decode
-    assert out.shape == q.shape
-    assert head_dim == layout.head_dim
-    assert num_heads % kv_heads == 0
-    assert q.stride(1) == k.stride(1) == v.stride(1) == out.stride(1) == head_dim
-    assert k.stride() == v.stride()
-    assert runs.is_contiguous()
-    assert tables.stride(1) == 1
+    check_inputs(q, k, v, runs, tables, layout, out)
     assert len(runs) <= len(partials.sums)
     assert partials.sums.shape[1:] == (num_heads, tile.parts, head_dim)
     if not len(runs):
         return
-    group, width = num_heads // kv_heads, triton.next_power_of_2(head_dim)
-    k_scale, v_scale = layout.scale_bytes
+    group, constants = num_heads // kv_heads, page_constants(layout)
     stretch = tile.stretch_tokens // block_size
     step = step_of(tile.step_tokens, block_size)
     assert stretch % step == 0
     decode_kernel[(len(runs), kv_heads, tile.parts)](
         q, q.stride(0), k, v, k.stride(0), partials.sums, partials.stats, runs, tables,
-        tables.stride(0), packed, layout.packed_page_bytes, exact, layout.exact_page_bytes,
-        layer * 2 * kv_heads, layout.scales_offset, offsets.means, offsets.cos, offsets.sin,
-        KV_HEADS=kv_heads, GROUP=group, BLOCK=block_size, HEAD_DIM=head_dim, WIDTH=width,
+        tables.stride(0), *page_arguments(packed, exact, layout, offsets, layer),
+        **constants,
+        GROUP=group,
         ROWS=max(16, triton.next_power_of_2(group)),
         PARTS=tile.parts, STRETCH=stretch, STEP=step,
-        EXACT_KIND=int(layout.codec.exact),
-        PACKED_KIND=int(layout.codec.packed),
-        K_SCALE=k_scale,
-        V_SCALE=v_scale,
         num_warps=tile.num_warps,
     )  # fmt: skip
     merge_kernel[(len(runs), num_heads)](
         partials.sums, partials.stats, runs, out, out.stride(0),
-        BLOCK=block_size, HEAD_DIM=head_dim, WIDTH=width, PARTS=tile.parts, STRETCH=stretch,
+        BLOCK=block_size, HEAD_DIM=head_dim, WIDTH=constants["WIDTH"],
+        PARTS=tile.parts, STRETCH=stretch,
     )  # fmt: skip

@@ -1,10 +1,9 @@
 """Landing: pages that a pull has brought are checked and copied into the pool, in two launches.
 
-    check_kernel    sums of each page's shares of words (see `common.pages.checksum`)
+    share_sums      sums of each page's shares of words (`common/kernels/gpu/checksum.py`)
     copy_kernel     compares tag and checksum, and copies the share where both are right
 
-Several programs work on one page, since a page of a large model is a megabyte. Sums are modulo
-2^64, so their order does not matter. The host waits once, for what was accepted.
+The host waits once, for what was accepted.
 """
 
 import numpy as np
@@ -14,24 +13,8 @@ import triton.language as tl
 from numpy.typing import NDArray
 from torch import Tensor
 
-from common.kernels.gpu.checksum import word_factors
+from common.kernels.gpu.checksum import SHARES, WORDS_AT_ONCE, share_sums
 from common.pages import TAG_BYTES
-
-WORDS_AT_ONCE = 1024
-SHARES = 16
-"""Programs of one page; fewer for a page that has fewer pieces."""
-
-
-@triton.jit
-def check_kernel(source_ptr, page_words, slots_ptr, shares_ptr, WORDS: tl.constexpr):
-    move, share, num_shares = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
-    words = source_ptr + tl.load(slots_ptr + move) * page_words
-    sums = tl.zeros([WORDS], tl.int64)
-    for first in range(share * WORDS, page_words - 1, num_shares * WORDS):
-        index = first + tl.arange(0, WORDS)
-        word = tl.load(words + index, mask=index < page_words - 1, other=0)
-        sums += word * word_factors(index)
-    tl.store(shares_ptr + move * num_shares + share, tl.sum(sums, axis=0))
 
 
 @triton.jit
@@ -78,13 +61,10 @@ def land(
     sent = np.concatenate([slots, block_ids, tags.reshape(-1).view(np.int64)])
     numbers = torch.from_numpy(sent).to(source.device)
     on_device = numbers[:count], numbers[count : 2 * count], numbers[2 * count :]
-    num_shares = min(SHARES, triton.cdiv(page_words, WORDS_AT_ONCE))
-    shares = torch.empty((count, num_shares), dtype=torch.int64, device=source.device)
+    shares = share_sums(source, on_device[0])
     outcome = torch.empty((count, 2), dtype=torch.int64, device=source.device)
     source, target = source.view(torch.int64), target.view(torch.int64)
-    grid = (count, num_shares)
-    check_kernel[grid](source, page_words, on_device[0], shares, WORDS=WORDS_AT_ONCE)
-    copy_kernel[grid](
+    copy_kernel[tuple(shares.shape)](
         source, target, page_words, *on_device, shares, outcome,
         WORDS=WORDS_AT_ONCE, SHARES=SHARES, TAG_WORDS=TAG_BYTES // 8,
     )  # fmt: skip

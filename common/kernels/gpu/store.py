@@ -15,6 +15,8 @@ from torch import Tensor
 from common.kernels.gpu.codec import (
     block_offset,
     load_exact,
+    page_arguments,
+    page_constants,
     round_bf16,
     rounded,
     seal,
@@ -171,19 +173,13 @@ def rotate_and_store(
         dtype=EXACT_DTYPES[layout.codec.exact],
         device=heads.device,
     )
-    k_scale, v_scale = layout.scale_bytes
     if len(items):
         store_kernel[(len(items), kv_heads, 3)](
             heads, heads.stride(0), q_norm, k_norm, eps, cos, sin, q, head_dim**-0.5, k, v, items,
-            packed, layout.packed_page_bytes, exact, layout.exact_page_bytes, layer * 2 * kv_heads,
-            layout.scales_offset, offsets.means, offsets.cos, offsets.sin,
-            KV_HEADS=kv_heads, GROUP=group, BLOCK=layout.block_size, HEAD_DIM=head_dim,
-            WIDTH=triton.next_power_of_2(head_dim),
+            *page_arguments(packed, exact, layout, offsets, layer),
+            **page_constants(layout),
+            GROUP=group,
             HAS_NORM=norms is not None,
-            EXACT_KIND=int(layout.codec.exact),
-            PACKED_KIND=int(layout.codec.packed),
-            K_SCALE=k_scale,
-            V_SCALE=v_scale,
             num_warps=tiles_of(device_kind(heads.device), head_dim).store.num_warps,
         )  # fmt: skip
     return q, k, v
