@@ -202,6 +202,10 @@ class WorkerConfig:
         "capability 8.9 or more; int8: on a CPU. Workers that exchange KV must agree",
         default="auto",
     )
+    overlap_steps: Literal["auto", "on", "off"] = option(
+        "decode and colocated workers: plan the next step while one runs; auto: on a GPU",
+        default="auto",
+    )
     handoff_stall_s: float = option(
         "a hand-off without progress is ended after this long", default=30.0, metavar="SECONDS"
     )
@@ -240,6 +244,10 @@ class WorkerConfig:
         check_at_least("threads", self.threads, 1)
         check_positive("handoff_stall_s", self.handoff_stall_s)
         check_positive("drain_s", self.drain_s)
+        if self.role == "prefill" and self.overlap_steps == "on":
+            raise ConfigError(
+                "--overlap-steps on is for decode and colocated workers; leave it out here"
+            )
         share = self.gpu_memory_utilization
         if share is not None and not 0 < share <= MAX_GPU_MEMORY_UTILIZATION:
             raise ConfigError(

@@ -20,7 +20,7 @@ from common.clock import Clock, MonotonicClock
 from common.config import WorkerConfig
 from common.engine.device_thread import DeviceThread
 from common.engine.runner import ModelRunner
-from common.engine.start import EngineDevice, Sizes, open_runner, plan_memory
+from common.engine.start import EngineDevice, Sizes, open_runner, overlaps_steps, plan_memory
 from common.engine.weights import model_fingerprint
 from common.errors import ConfigError, InternalError, TandemError, UnsupportedModel
 from common.events import EventLog, open_events
@@ -135,7 +135,7 @@ async def _open(
         identity=identity,
         sizes=sizes,
         runner=runner,
-        device=EngineDevice(thread, runner),
+        device=EngineDevice(thread, runner, overlaps_steps=overlaps_steps(config, plan)),
         cache=KvCache(
             num_packed=sizes.num_blocks, num_exact=sizes.num_exact, block_size=config.block_size
         ),

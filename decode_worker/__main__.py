@@ -40,6 +40,7 @@ async def assemble(parts: Parts, group: TaskGroup) -> Assembly:
         clock=parts.clock,
         metrics=parts.metrics,
         events=parts.events,
+        overlaps_steps=parts.device.overlaps_steps,
     )
     if is_colocated:
         return Assembly(service=service, close=_nothing)

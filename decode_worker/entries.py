@@ -114,6 +114,11 @@ class Entry:
     def num_tokens(self) -> int:
         return len(self.token_ids)
 
+    @property
+    def most_tokens(self) -> int:
+        """Of an output and its prompt, when the output reaches its limit."""
+        return self.request.num_prompt_tokens + self.request.sampling.max_tokens
+
     # --- in line, see common/scheduling/fair_line.py
 
     @property

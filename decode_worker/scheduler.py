@@ -12,9 +12,17 @@ full blocks stay cached here). The oldest one of the highest priority is never e
 if only requests that are still being prefilled are younger, it waits for them.
 
 `n` > 1: all outputs share the prompt's full blocks; each has its own open block.
+
+A second step may be planned while the first one runs, before its tokens are known (they are
+*unread*): outputs go on with one more token than they have, without those that end with it for
+certain; what such a step computes for an output that turns out to have ended is thrown away. Pages
+stay until the last plan that may name them is applied. Nothing is evicted meanwhile: when pages run
+short, no further step is planned before those under way are applied.
 """
 
-from collections import Counter
+from collections import Counter, deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,6 +47,20 @@ from decode_worker.chunk_limit import ChunkLimit
 from decode_worker.entries import Admission, Entry, Facts, Output, State
 from decode_worker.waiting import WaitingRequests
 
+MAX_IN_FLIGHT = 2
+
+
+@dataclass(slots=True, eq=False)
+class _Flight:
+    """A plan that has not been applied yet. `decodes` are its outputs, `dead` tables that were
+    given up since: it, or one before it, may name their pages.
+    """
+
+    plan: StepPlan
+    shape: StepShape
+    decodes: dict[OutputKey, Output]
+    dead: list[BlockTable] = field(default_factory=list)
+
 
 class BatchScheduler:
     def __init__(
@@ -61,7 +83,6 @@ class BatchScheduler:
         self._max_model_len = max_model_len
         self._is_colocated = is_colocated
         self._chunks = ChunkLimit(cache.block_size, chunk_tokens, is_auto=is_chunk_auto)
-        self._shape = StepShape()
         self._entries: dict[RequestId, Entry] = {}
         self._holding: dict[RequestId, Entry] = {}
         self._waiting = WaitingRequests(
@@ -73,8 +94,9 @@ class BatchScheduler:
         self._queue = PromptQueue(cache)
         self._running: dict[OutputKey, Output] = {}
         self._to_start: dict[OutputKey, Output] = {}
-        self._in_flight: StepPlan | None = None
-        self._dead_in_flight: list[BlockTable] = []
+        self._in_flight: deque[_Flight] = deque()
+        self._is_short = False
+        """Pages lacked for a step beside one that is under way."""
         self._pinned: list[Entry] = []
         self._drops: list[OutputKey] = []
         self._num_outputs = 0
@@ -176,7 +198,7 @@ class BatchScheduler:
         return True
 
     def _entries_hold_pages(self) -> bool:
-        return bool(self._holding or self._dead_in_flight or self._pinned)
+        return bool(self._holding or self._pinned or any(f.dead for f in self._in_flight))
 
     def _add_output(self, entry: Entry, offset: int, table: BlockTable) -> None:
         copy = None
@@ -322,33 +344,60 @@ class BatchScheduler:
     # --- steps ---------------------------------------------------------------------------------
 
     def plan(self, now: float) -> tuple[StepPlan | None, Facts]:
-        """The next step, if there is anything to do, and what was evicted for it."""
-        assert self._in_flight is None
+        """The next step, if there is anything to do, and what was evicted for it. At most
+        `MAX_IN_FLIGHT` are under way at a time.
+        """
+        assert len(self._in_flight) < MAX_IN_FLIGHT
         facts = Facts()
         self._tell_expired(facts)
-        decodes, grown, tails = self._grow(facts)
+        if self._is_short and self._in_flight:
+            return None, facts
+        self._is_short = False
+        decodes, grown, tails = self._grow(self._going_on(), facts)
+        num_context_tokens = self._context_of(decodes)
+        prompt_starts, chunks = self._queue.plan(
+            self._chunks.room(len(decodes), num_context_tokens, self._queue.num_unplanned), now
+        )
+        if not decodes and not chunks and not self._drops:
+            return None, facts
         starts, copies = self._starts()
         told = {start.key for start in starts}  # their tables are whole already
-        prompt_starts, chunks = self._queue.plan(
-            self._chunks.room(len(decodes), self._num_context_tokens, len(self._queue)), now
-        )
         drops, self._drops = tuple(self._drops), []
-        if not decodes and not chunks and not drops:
-            return None, facts
         self._steps += 1
-        self._in_flight = StepPlan(
+        plan = StepPlan(
             step=self._steps,
             starts=(*starts, *prompt_starts),
             chunks=chunks,
-            decodes=decodes,
+            decodes=tuple(decodes),
             grown=tuple(item for item in grown if item[0] not in told),
             tails=tuple(item for item in tails if item[0] not in told),
             copies=copies,
             clears=self._cache.drain_clears(),
             drops=drops,
         )
-        self._shape = StepShape.of(self._in_flight, self._num_context_tokens)
-        return self._in_flight, facts
+        self._in_flight.append(_Flight(plan, StepShape.of(plan, num_context_tokens), decodes))
+        return plan, facts
+
+    def _unread(self, output: Output) -> int:
+        """Tokens that are under way: 1 when the step in flight decodes the output."""
+        flights = self._in_flight
+        return int(bool(flights) and flights[-1].decodes.get(output.key) is output)
+
+    def _going_on(self) -> dict[OutputKey, Output]:
+        """Outputs that want one more token than they have, unread ones counted."""
+        if not self._in_flight:
+            return self._running
+        return {
+            key: output
+            for key, output in self._running.items()
+            if not (self._unread(output) and output.num_tokens + 1 >= output.entry.most_tokens)
+        }
+
+    def _context_of(self, decodes: dict[OutputKey, Output]) -> int:
+        """Tokens in the caches of a step's outputs, when it runs."""
+        if not self._in_flight:
+            return self._num_context_tokens
+        return sum(output.num_tokens + self._unread(output) for output in decodes.values())
 
     def _tell_expired(self, facts: Facts) -> None:
         for entry in self._waiting.take_expired():
@@ -385,38 +434,46 @@ class BatchScheduler:
         return starts, tuple(copies)
 
     def _grow(
-        self, facts: Facts
+        self, going_on: dict[OutputKey, Output], facts: Facts
     ) -> tuple[
-        tuple[OutputKey, ...],
-        tuple[tuple[OutputKey, BlockId], ...],
-        tuple[tuple[OutputKey, BlockId], ...],
+        dict[OutputKey, Output], list[tuple[OutputKey, BlockId]], list[tuple[OutputKey, BlockId]]
     ]:
+        """Those of the outputs that have a page for their next token, with the pages and the tails
+        that were added for it.
+        """
         size = self._cache.block_size
         grown: list[tuple[OutputKey, BlockId]] = []
         tails: list[tuple[OutputKey, BlockId]] = []
         stalled: set[OutputKey] = set()
         # only a token that opens a block needs pages
-        opening = [o for o in self._running.values() if o.num_tokens % size == 1]
+        if self._in_flight:
+            opening = [o for o in going_on.values() if (o.num_tokens + self._unread(o)) % size == 1]
+        else:
+            opening = [o for o in going_on.values() if o.num_tokens % size == 1]
         for output in opening:
             if output.key not in self._running:
                 continue  # evicted for another one
             had_tail = output.table.tail is not None
             if not self._grow_or_evict(output, facts):
-                if output.key in self._running:
-                    stalled.add(output.key)
+                stalled.add(output.key)
                 continue
             grown.append((output.key, output.table.block_ids[-1]))
             if output.table.tail is not None and not had_tail:
                 tails.append((output.key, output.table.tail))
-        running = self._running
-        return (
-            tuple(key for key in running if key not in stalled) if stalled else tuple(running),
-            tuple(item for item in grown if item[0] in running),
-            tuple(item for item in tails if item[0] in running),
-        )
+        if not stalled and not facts.ended:
+            return dict(going_on), grown, tails
+        decodes = {
+            key: output
+            for key, output in going_on.items()
+            if key in self._running and key not in stalled
+        }
+        return decodes, _of(decodes, grown), _of(decodes, tails)
 
     def _grow_or_evict(self, output: Output, facts: Facts) -> bool:
-        while not self._cache.grow(output.table, output.num_tokens):
+        while not self._cache.grow(output.table, output.num_tokens + self._unread(output)):
+            if self._in_flight:
+                self._is_short = True
+                return False
             victim = max((o.entry for o in self._running.values()), key=lambda e: e.order)
             if victim is output.entry and self._is_oldest(victim):
                 return False
@@ -432,12 +489,12 @@ class BatchScheduler:
         return all(entry.order <= other.order for other in self._holding.values())
 
     def apply(self, plan: StepPlan, result: StepResult, now: float) -> Facts:
-        assert plan is self._in_flight
-        self._in_flight = None
-        self._chunks.observe(self._shape, result.duration_s)
-        for table in self._dead_in_flight:
+        """What came of the oldest plan that is under way."""
+        flight = self._in_flight.popleft()
+        assert plan is flight.plan
+        self._chunks.observe(flight.shape, result.duration_s)
+        for table in flight.dead:
             self._cache.free(table)
-        self._dead_in_flight.clear()
         facts = Facts()
         failed = set(result.failed)
         row = 0
@@ -465,12 +522,13 @@ class BatchScheduler:
                 )
                 self._take_first_tokens(entry, result.token_ids[rows], result.logprobs[rows], facts)
                 self._run_if_ready(entry)
-        for key in plan.decodes:
+        for key, output in flight.decodes.items():
+            is_running = self._running.get(key) is output  # else it has ended since it was planned
             if key in failed:
-                self._fail(key, result, facts)
+                if is_running:
+                    self._fail(key, result, facts)
                 continue
-            output = self._running.get(key)
-            if output is not None:
+            if is_running:
                 self._computed(output)
                 self._num_context_tokens += 1
                 self._take(output, result.token_ids[row], result.logprobs[row], facts)
@@ -570,11 +628,13 @@ class BatchScheduler:
             self._free(output.table)
 
     def _free(self, table: BlockTable) -> None:
-        """The step in flight may name the table's pages: then they are kept until it ends."""
-        if self._in_flight is None:
-            self._cache.free(table)
+        """Plans under way may name the table's pages: then they are kept until the last of these
+        is applied.
+        """
+        if self._in_flight:
+            self._in_flight[-1].dead.append(table)
         else:
-            self._dead_in_flight.append(table)
+            self._cache.free(table)
 
     def check_invariants(self) -> None:
         self._queue.check_invariants()
@@ -589,9 +649,14 @@ class BatchScheduler:
         for output in self._running.values():
             assert output.entry.state is State.RUNNING
             assert not output.has_ended
-        dead = self._dead_in_flight + [
-            table for entry in self._pinned for table in entry.dead_tables
-        ]
+        dead = [table for flight in self._in_flight for table in flight.dead]
+        dead += [table for entry in self._pinned for table in entry.dead_tables]
         self._cache.check_invariants(
             [*(entry.pages() for entry in entries), *(table.pages() for table in dead)]
         )
+
+
+def _of(
+    decodes: dict[OutputKey, Output], pages: Iterable[tuple[OutputKey, BlockId]]
+) -> list[tuple[OutputKey, BlockId]]:
+    return [item for item in pages if item[0] in decodes]

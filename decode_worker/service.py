@@ -39,12 +39,13 @@ from common.request_checks import checked_tokens
 from common.rpc import Handler, Stream
 from common.scheduling.block_hash import HashChain
 from common.scheduling.kv_cache import KvCache
+from common.scheduling.plan import StepPlan, StepResult
 from common.types import RequestId
 from common.worker import Device, HashRoots, Identity, Load, WatchService
 from common.worker_metrics import WorkerMetrics
 from decode_worker.entries import Facts
 from decode_worker.pull import Puller
-from decode_worker.scheduler import BatchScheduler
+from decode_worker.scheduler import MAX_IN_FLIGHT, BatchScheduler
 
 log = logging.getLogger(__name__)
 
@@ -100,7 +101,9 @@ class DecodeService:
         clock: Clock,
         metrics: WorkerMetrics,
         events: EventLog,
+        overlaps_steps: bool = False,
     ) -> None:
+        """`overlaps_steps`: a step is handed to the device while another one runs there."""
         self._identity = identity
         self._scheduler = scheduler
         self._cache = cache
@@ -109,6 +112,7 @@ class DecodeService:
         self._clock = clock
         self._metrics = metrics
         self._events = events
+        self._max_steps = MAX_IN_FLIGHT if overlaps_steps else 1
         self._roots = HashRoots(identity.model_fingerprint, identity.block_size)
         self._requests: dict[RequestId, _Request] = {}
         self._sessions: set[_Session] = set()
@@ -149,20 +153,33 @@ class DecodeService:
     # --- steps ---------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """The step loop: decide, do, decide again. Sleeps while there is nothing to do."""
-        while True:
-            self._admit()
-            plan, facts = self._scheduler.plan(self._clock.now())
-            self._tell(facts)
-            if plan is None:
-                self.watch.changed()
-                self._wake.clear()
-                await self._wake.wait()
-                continue
-            result = await self._device.execute(plan)
-            self._metrics.step.observe(result.duration_s)
-            self._tell(self._scheduler.apply(plan, result, self._clock.now()))
-            self.watch.changed()
+        """The step loop: decide, do, decide again; with overlap, the next step is decided while one
+        runs. Sleeps while there is nothing to do.
+        """
+        under_way: deque[tuple[StepPlan, asyncio.Future[StepResult]]] = deque()
+        try:
+            while True:
+                self._admit()
+                plan, facts = self._scheduler.plan(self._clock.now())
+                self._tell(facts)
+                if plan is not None:
+                    under_way.append((plan, asyncio.ensure_future(self._device.execute(plan))))
+                    if len(under_way) < self._max_steps:
+                        continue
+                if under_way:
+                    await self._finish(*under_way.popleft())
+                else:
+                    self._wake.clear()
+                    await self._wake.wait()
+        finally:
+            for _, result in under_way:
+                result.cancel()
+
+    async def _finish(self, plan: StepPlan, under_way: asyncio.Future[StepResult]) -> None:
+        result = await under_way
+        self._metrics.step.observe(result.duration_s)
+        self._tell(self._scheduler.apply(plan, result, self._clock.now()))
+        self.watch.changed()
 
     def wake(self) -> None:
         """Something changed that the step loop should look at."""

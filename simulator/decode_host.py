@@ -89,7 +89,7 @@ class QuietScheduler(BatchScheduler):
         """
         running = self._running.values()
         has_more = self._drops or self._to_start or len(self._queue)
-        if has_more or not running or self._in_flight is not None:
+        if has_more or not running or self._in_flight:
             return 0
         most = MAX_STRETCH
         for output in running:

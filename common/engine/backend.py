@@ -42,9 +42,12 @@ class PoolShare:
 
 
 class Backend(Protocol):
-    def forward(self, batch: StepBatch, num_layers: int | None = None) -> None:
+    def forward(
+        self, batch: StepBatch, num_layers: int | None = None, latest: Tensor | None = None
+    ) -> None:
         """Run a step's rows through the layers: KV into the pool's pages. (Fewer layers are for the
-        self-test.)
+        self-test.) `latest` are the tokens [..] int64 of the step before, on the device; unread
+        ones are taken from them.
         """
         ...
 

@@ -5,12 +5,12 @@ request's tokens that fall into one block (what is stored, and sealed when the b
 *run* is consecutive query tokens that attend together.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
-from common.engine.outputs import NO_PAGE, OutputTable
+from common.engine.outputs import NO_PAGE, READ, OutputTable
 from common.scheduling.plan import PrefillChunk, StepPlan
 from common.types import OutputKey
 
@@ -24,6 +24,8 @@ sealed from the exact page (else from the rows)."""
 RUN_FIELDS = 6
 """Row, number of tokens, first position, table row, exact page of the own block or -1, tokens of
 the chunk that follow."""
+
+_NOTHING = np.zeros(0, dtype=np.int64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +46,10 @@ class StepBatch:
     num_sampled: int
     """Leading entries of `wanted` that tokens are sampled from."""
     scored: tuple["ScoredRows", ...] = ()
+    unread_rows: NDArray[np.int64] = field(default_factory=lambda: _NOTHING)
+    """Rows whose token nobody has read yet: it is among those of the latest step,"""
+    unread_places: NDArray[np.int64] = field(default_factory=lambda: _NOTHING)
+    """[len(unread_rows)], in these places."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +69,7 @@ def make_batch(plan: StepPlan, outputs: OutputTable, block_size: int) -> StepBat
     wanted: list[int] = []
     scored: list[ScoredRows] = []
     scored_rows: list[int] = []
+    unread_rows, unread_places = _NOTHING, _NOTHING
     row = 0
     for chunk in plan.chunks:
         table_row, chunk_tokens = outputs.place_chunk(chunk)
@@ -87,6 +94,8 @@ def make_batch(plan: StepPlan, outputs: OutputTable, block_size: int) -> StepBat
         items.append(decode_items)
         runs.append(decode_runs)
         wanted.extend(step_rows.tolist())
+        is_unread = outputs.unread[decodes] != READ
+        unread_rows, unread_places = step_rows[is_unread], outputs.unread[decodes][is_unread]
     return StepBatch(
         token_ids=np.concatenate(tokens),
         positions=np.concatenate(positions),
@@ -96,6 +105,8 @@ def make_batch(plan: StepPlan, outputs: OutputTable, block_size: int) -> StepBat
         wanted=np.array(wanted + scored_rows, dtype=np.int64),
         num_sampled=len(wanted),
         scored=tuple(scored),
+        unread_rows=unread_rows,
+        unread_places=unread_places,
     )
 
 

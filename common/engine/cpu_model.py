@@ -62,7 +62,10 @@ class CpuModel:
         self._helpers = ThreadPoolExecutor(num_threads - 1, "compute") if num_threads > 1 else None
         self._reserve(max_num_tokens)
 
-    def forward(self, batch: StepBatch, num_layers: int | None = None) -> None:
+    def forward(
+        self, batch: StepBatch, num_layers: int | None = None, latest: Tensor | None = None
+    ) -> None:
+        assert not len(batch.unread_rows), "on a CPU every token is read when its step ends"
         if len(batch.token_ids) > self._max_num_tokens:
             self._reserve(len(batch.token_ids))
         self._model[0] = self._config.num_layers if num_layers is None else num_layers

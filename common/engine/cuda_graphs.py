@@ -76,6 +76,8 @@ def nothing_of(num_rows: int) -> StepColumns:
         decode_runs=np.zeros((0, RUN_FIELDS), dtype=np.int64),
         wanted=none.astype(np.int64),
         tables=np.zeros((0, 1), dtype=np.int32),
+        unread_rows=none.astype(np.int64),
+        unread_places=none.astype(np.int64),
     )
     return padded(empty, num_rows)
 
@@ -86,7 +88,7 @@ class StaticBuffers:
     def __init__(
         self, device: torch.device, *, max_rows: int, max_blocks: int, vocab_size: int
     ) -> None:
-        bytes_of_row = 2 * 4 + 8 * (ITEM_FIELDS + RUN_FIELDS + 1) + 4 * max_blocks
+        bytes_of_row = 2 * 4 + 8 * (ITEM_FIELDS + RUN_FIELDS + 3) + 4 * max_blocks
         num_columns = len(DeviceStep.__dataclass_fields__)
         self._inputs = InputBuffer(device, max_rows * bytes_of_row + num_columns * ALIGN)
         self._tables = torch.zeros((max_rows, max_blocks), dtype=torch.int32, device=device)
@@ -125,9 +127,10 @@ class GraphPool:
             step = self.buffers.fill(nothing_of(num_rows))
             self._graphs[num_rows] = _Graph(step, self._captured(step, num_rows))
 
-    def replay(self, columns: StepColumns) -> Tensor | None:
+    def replay(self, columns: StepColumns, latest: Tensor | None = None) -> Tensor | None:
         """Logits [num_rows, vocab_size] of a decode step, valid until the next call; None for a
-        step that no graph was captured for.
+        step that no graph was captured for. `latest` are the tokens of the step before, which this
+        one may be fed with.
         """
         if not is_decode_step(columns):
             return None
@@ -137,6 +140,7 @@ class GraphPool:
         graph = self._graphs[num_rows]
         step = self.buffers.fill(padded(columns, num_rows))
         assert _addresses(step) == _addresses(graph.step), "a graph's inputs have moved"
+        step.feed(latest)
         graph.replay()
         self.num_replayed += 1
         return self.buffers.logits[: columns.num_rows]

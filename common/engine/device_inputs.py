@@ -21,7 +21,8 @@ from common.engine.batch import RUN_FIELDS, StepBatch
 ALIGN = 16
 FIRST_BYTES = 1 << 16
 NUM_HOST_BUFFERS = 2
-"""So that a step can be packed while the copy of the one before is still on its way."""
+"""So that a step can be packed while the copy of the one before is still on its way; more where
+several things are sent for a step."""
 
 _DTYPES = {np.dtype(np.int32): torch.int32, np.dtype(np.int64): torch.int64}
 
@@ -41,6 +42,8 @@ class StepColumns:
     """[.., RUN_FIELDS], of one token"""
     wanted: NDArray[np.int64]
     tables: NDArray[np.int32]
+    unread_rows: NDArray[np.int64]
+    unread_places: NDArray[np.int64]
 
     @property
     def num_rows(self) -> int:
@@ -58,6 +61,15 @@ class DeviceStep:
     decode_runs: Tensor
     wanted: Tensor
     tables: Tensor
+    unread_rows: Tensor
+    unread_places: Tensor
+
+    def feed(self, latest: Tensor | None) -> None:
+        """Puts in the tokens that nobody has read, from those of the latest step."""
+        if len(self.unread_rows):
+            assert latest is not None, "no step has been sampled"
+            tokens = latest[self.unread_places].to(torch.int32)
+            self.token_ids.index_copy_(0, self.unread_rows, tokens)
 
 
 def columns_of(batch: StepBatch, block_size: int) -> StepColumns:
@@ -74,14 +86,22 @@ def columns_of(batch: StepBatch, block_size: int) -> StepColumns:
         decode_runs=runs[is_decode],
         wanted=batch.wanted,
         tables=batch.tables[used, : int(last_blocks.max()) + 1],
+        unread_rows=batch.unread_rows,
+        unread_places=batch.unread_places,
     )
 
 
 class InputBuffer:
     """Memory on the device for one step's columns, and pinned memory that they are packed in."""
 
-    def __init__(self, device: torch.device, num_bytes: int = FIRST_BYTES) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        num_bytes: int = FIRST_BYTES,
+        num_host_buffers: int = NUM_HOST_BUFFERS,
+    ) -> None:
         self._device = device
+        self._num_host_buffers = num_host_buffers
         self._is_cuda = device.type == "cuda"
         self._turn = 0
         self._allocate(num_bytes)
@@ -95,10 +115,10 @@ class InputBuffer:
         places, end = _places(arrays)
         if end > len(self._memory):
             self._allocate(max(end, 2 * len(self._memory)))
-        self._turn = (self._turn + 1) % NUM_HOST_BUFFERS
+        self._turn = (self._turn + 1) % self._num_host_buffers
         host, copied = self._host[self._turn], self._copied[self._turn]
         if copied is not None:
-            copied.synchronize()  # a copy of two steps ago, long done
+            copied.synchronize()  # an old copy, long done
         packed = host.numpy()
         for array, place in zip(arrays, places, strict=True):
             view = packed[place : place + array.nbytes].view(array.dtype)
@@ -116,9 +136,9 @@ class InputBuffer:
         self._memory = torch.zeros(num_bytes, dtype=torch.uint8, device=self._device)
         self._host = [
             torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=self._is_cuda)
-            for _ in range(NUM_HOST_BUFFERS)
+            for _ in range(self._num_host_buffers)
         ]
-        self._copied = [_event(self._is_cuda) for _ in range(NUM_HOST_BUFFERS)]
+        self._copied = [_event(self._is_cuda) for _ in range(self._num_host_buffers)]
 
 
 def _places(arrays: Sequence[NDArray[np.generic]]) -> tuple[list[int], int]:

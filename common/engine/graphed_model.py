@@ -38,12 +38,14 @@ class GraphedModel:
         self.graphs.capture()
 
     @torch.inference_mode()
-    def forward(self, batch: StepBatch, num_layers: int | None = None) -> None:
+    def forward(
+        self, batch: StepBatch, num_layers: int | None = None, latest: Tensor | None = None
+    ) -> None:
         self._logits = None
         if num_layers is None and len(batch.runs) == len(batch.items) == len(batch.token_ids):
-            self._logits = self.graphs.replay(columns_of(batch, self._block_size))
+            self._logits = self.graphs.replay(columns_of(batch, self._block_size), latest)
         if self._logits is None:
-            self._model.forward(batch, num_layers)
+            self._model.forward(batch, num_layers, latest)
 
     @torch.inference_mode()
     def logits(self, wanted: NDArray[np.int64]) -> Tensor:

@@ -3,7 +3,8 @@ no objects.
 
 A row belongs to one output from its `OutputStart` until it is dropped. `tables[row]` is its block
 table (entry 0 an exact page, the others packed); `num_tokens[row]` counts prompt and generated
-tokens, the last of which is the next to be fed.
+tokens, the last of which is the next to be fed. On a GPU that one may not have been read yet: then
+`unread[row]` says which of the latest step's tokens it is.
 """
 
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from common.types import BlockId, OutputKey, SamplingParams, output_seed
 
 FIRST_ROWS = 64
 NO_PAGE = -1
+READ = -1
 
 
 @dataclass(slots=True)
@@ -27,6 +29,17 @@ class Prompt:
     token_ids: NDArray[np.int32]
     sampling: SamplingParams
     output_index: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """Outputs that get a token from a step: their rows, where the tokens are among the step's, and
+    who had the rows then.
+    """
+
+    rows: NDArray[np.int64]
+    places: NDArray[np.int64]
+    owners: NDArray[np.int64]
 
 
 class OutputTable:
@@ -47,6 +60,9 @@ class OutputTable:
         self.num_tokens = np.zeros(FIRST_ROWS, dtype=np.int64)
         self.num_prompt_tokens = np.zeros(FIRST_ROWS, dtype=np.int64)
         self.last_token = np.zeros(FIRST_ROWS, dtype=np.int32)
+        self.unread = np.full(FIRST_ROWS, READ, dtype=np.int64)
+        self._owner = np.zeros(FIRST_ROWS, dtype=np.int64)
+        self._num_started = 0
         self.temperature = np.zeros(FIRST_ROWS, dtype=np.float64)
         self.top_k = np.zeros(FIRST_ROWS, dtype=np.int64)
         self.top_p = np.zeros(FIRST_ROWS, dtype=np.float64)
@@ -77,6 +93,9 @@ class OutputTable:
             self._grow()
         row = self._free.pop()
         self._row_of[start.key] = row
+        self._num_started += 1
+        self._owner[row] = self._num_started
+        self.unread[row] = READ
         self._set_table(row, start.block_ids)
         self.tail[row] = NO_PAGE
         if start.tail is not None:
@@ -102,6 +121,7 @@ class OutputTable:
         if row is None:
             return
         self._free.append(row)
+        self._owner[row] = 0
         self._prompts.pop(row, None)
         self._extras.pop(row, None)
 
@@ -158,12 +178,26 @@ class OutputTable:
             extras=extras,
         )
 
-    def record(self, rows: NDArray[np.int64], token_ids: NDArray[np.int64]) -> None:
-        """These outputs (each row once) have generated these tokens; their prompts are computed."""
-        self.last_token[rows] = token_ids
+    def sampled(self, rows: NDArray[np.int64], places: NDArray[np.int64]) -> "Sampling":
+        """These outputs (each row once) have one more token, which is on its way: that at `places`
+        among the step's tokens. `record` must follow.
+        """
         self.num_tokens[rows] += 1
+        self.unread[rows] = places
+        return Sampling(rows=rows, places=places, owners=self._owner[rows])
+
+    def record(
+        self, sampling: "Sampling", token_ids: NDArray[np.int64], is_finite: NDArray[np.bool_]
+    ) -> None:
+        """The step's tokens. Outputs that were dropped meanwhile, and those whose token means
+        nothing, stay as they are.
+        """
+        is_kept = (self._owner[sampling.rows] == sampling.owners) & is_finite[sampling.places]
+        rows, places = sampling.rows[is_kept], sampling.places[is_kept]
+        self.last_token[rows] = token_ids[places]
+        self.unread[rows] = READ
         if self._prompts or self._extras:
-            for row, token_id in zip(rows.tolist(), token_ids.tolist(), strict=True):
+            for row, token_id in zip(rows.tolist(), token_ids[places].tolist(), strict=True):
                 self._prompts.pop(row, None)
                 if row in self._extras:
                     self._extras[row].record(token_id)

@@ -5,25 +5,22 @@ that a pull has brought. Decisions are the scheduler's: the runner allocates not
 nothing. It is one rank of a group of size 1.
 """
 
-import itertools
-import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from common.engine.backend import Backend, PoolShare, StepLimits, load_cpu, load_gpu
 from common.engine.batch import StepBatch, make_batch
 from common.engine.device_inputs import InputBuffer
 from common.engine.grammar import GrammarTable
+from common.engine.launched import LaunchedStep, StepClock
 from common.engine.offsets import open_offsets
 from common.engine.outputs import OutputTable
 from common.engine.pools import PageArena
-from common.engine.sampler import Sampled, sample, score
+from common.engine.sampler import choose, score
 from common.engine.self_test import check_row_invariance
 from common.engine.weights import model_fingerprint
 from common.errors import ConfigError
@@ -39,7 +36,11 @@ from common.scheduling.plan import (
     StepResult,
     TagOrder,
 )
-from common.types import OutputKey, PromptLogprobs, TokenLogprobs
+from common.types import OutputKey, PromptLogprobs
+
+NUM_SENT = 16
+"""Host buffers: a step sends at most six things beside its batch, and two steps may be under way.
+"""
 
 
 class Runner(Protocol):
@@ -64,6 +65,8 @@ class Runner(Protocol):
         self, plan: StepPlan, on_stored: Callable[[], object] | None = None
     ) -> StepResult: ...
 
+    def launch(self, plan: StepPlan) -> LaunchedStep: ...
+
     def land(self, moves: Sequence[LandingMove]) -> LandingResult: ...
 
     def self_test(self) -> None: ...
@@ -84,7 +87,11 @@ class ModelRunner:
         offsets_hash: bytes,
         incarnation: int,
         device: str = "cpu",
+        reads_late: bool = False,
     ) -> None:
+        """`reads_late`: the tokens of a step that was only launched are read when the next one has
+        been launched. The backend must be able to feed them on the device.
+        """
         self.config = config
         self.layout = pool.layout
         self.pool = pool
@@ -94,7 +101,9 @@ class ModelRunner:
         self._backend = backend
         self._incarnation = incarnation
         self._grammars = grammars
-        self._sender = InputBuffer(torch.device(device))
+        self._reads_late = reads_late
+        self._latest: LaunchedStep | None = None
+        self._sender = InputBuffer(torch.device(device), num_host_buffers=NUM_SENT)
         self._outputs = OutputTable(
             max_blocks=-(-config.max_position_embeddings // self.layout.block_size),
             num_packed=len(pool.packed),
@@ -112,19 +121,48 @@ class ModelRunner:
         """`on_stored` is called when the step's pages are complete and tagged, before the logits
         are computed.
         """
-        began = time.perf_counter()
+        launched = self.launch(plan, on_stored)
+        self._read_latest()
+        return launched.result()
+
+    def launch(self, plan: StepPlan, on_stored: Callable[[], object] | None = None) -> LaunchedStep:
+        """As `execute`, without waiting for the step's tokens on a GPU. Its own samples are chosen
+        once those of the step before have been read: grammars and penalties need them; the device
+        computes meanwhile.
+        """
+        clock = StepClock.start(is_cuda=self.pool.packed.is_cuda)
         self._prepare(plan)
         batch = None
         if plan.chunks or plan.decodes:
             batch = make_batch(plan, self._outputs, self.layout.block_size)
-            self._backend.forward(batch)
+            latest = None if self._latest is None else self._latest.token_ids
+            self._backend.forward(batch, latest=latest)
         for kind in PageKind:
             self._write_tags(kind, [order for order in plan.tags if order.kind is kind])
         if on_stored is not None:
             self._settle()
             on_stored()
-        outcome = _Outcome() if batch is None else self._sample(plan, batch)
-        return _result(plan.step, outcome, time.perf_counter() - began)
+        self._read_latest()
+        launched = LaunchedStep(plan.step, clock)
+        if batch is not None:
+            self._sample(plan, batch, launched)
+        clock.stop()
+        self._latest = launched
+        if not self._reads_late:
+            self._read_latest()
+        return launched
+
+    def _read_latest(self) -> None:
+        """Waits for the tokens of the step launched last and writes them down."""
+        latest, self._latest = self._latest, None
+        if latest is None or latest.sampling is None:
+            return
+        sampled = latest.sampled()
+        self._outputs.record(latest.sampling, sampled.token_ids, sampled.is_finite)
+        if len(self._grammars):
+            for place in latest.sampling.places.tolist():
+                if sampled.is_finite[place]:
+                    self._grammars.record(latest.keys[place], int(sampled.token_ids[place]))
 
     def all_logits(self, plan: StepPlan) -> torch.Tensor:
         """For tools: carries out a plan up to the forward pass and gives the logits [num_rows,
@@ -175,54 +213,35 @@ class ModelRunner:
             output = start.token_ids[start.num_prompt_tokens :].tolist()
             self._grammars.start(start.key, start.sampling.grammar, output)
 
-    def _sample(self, plan: StepPlan, batch: StepBatch) -> "_Outcome":
-        """Samples for each first token wanted and each decode, scores of prompts."""
+    def _sample(self, plan: StepPlan, batch: StepBatch, launched: LaunchedStep) -> None:
+        """Chooses for each first token wanted and each decode, and scores prompts."""
         finished = [chunk for chunk in plan.chunks if chunk.num_outputs]
         pending = self._grammars.begin([chunk.key for chunk in finished] + list(plan.decodes))
         logits = self._backend.logits(batch.wanted)
-        scores = _scores(batch, logits)
+        launched.scores = _scores(batch, logits)
         logits = logits[: batch.num_sampled]
         decodes = self._outputs.rows(plan.decodes)
         if not finished and not len(decodes):
-            return _Outcome(scores=scores)
+            return
         first_rows = np.array([self._outputs.row(chunk.key) for chunk in finished], dtype=np.int64)
         repeats = [chunk.num_outputs for chunk in finished] + [1] * len(decodes)
         seeds = [seed for chunk in finished for seed in self._outputs.first_seeds(chunk)]
         rows = np.repeat(np.concatenate([first_rows, decodes]), repeats)
         if len(rows) != len(logits):
-            counts = torch.tensor(repeats, device=logits.device)
+            [counts] = self._sender.send_arrays([np.array(repeats, dtype=np.int64)])
             logits = logits.repeat_interleave(counts, dim=0, output_size=len(rows))
         all_seeds = np.concatenate([np.array(seeds, dtype=np.uint64), self._outputs.seed[decodes]])
         masks = None if pending is None else pending.masks(repeats)
-        sampled = sample(logits, self._outputs.sampling_rows(rows, all_seeds), masks)
+        choice = choose(logits, self._outputs.sampling_rows(rows, all_seeds), masks)
         keys = (
             tuple(chunk.key for chunk in finished for _ in range(chunk.num_outputs)) + plan.decodes
         )
-        failures: tuple[tuple[OutputKey, str], ...] = ()
+        failed = {}
         if len(self._grammars):
-            is_bad = [self._grammars.has_failed(key) for key in keys]
-            sampled = replace(sampled, is_finite=sampled.is_finite & ~np.array(is_bad))
-            lost = dict.fromkeys(itertools.compress(keys, is_bad))
-            failures = tuple((key, self._grammars.failure(key)) for key in lost)
-        self._record(keys, rows, sampled, repeats)
-        return _Outcome(keys=keys, sampled=sampled, scores=scores, failed_grammars=failures)
-
-    def _record(
-        self,
-        keys: tuple[OutputKey, ...],
-        rows: NDArray[np.int64],
-        sampled: Sampled,
-        repeats: list[int],
-    ) -> None:
-        """The first output of each prompt goes on under its key, the others start later with states
-        of their own.
-        """
+            failed = {k: self._grammars.failure(k) for k in keys if self._grammars.has_failed(k)}
+        # the first output of each prompt goes on under its key, the others start later
         leads = np.cumsum([0, *repeats[:-1]])
-        leads = leads[sampled.is_finite[leads]]
-        self._outputs.record(rows[leads], sampled.token_ids[leads])
-        if len(self._grammars):
-            for lead in leads.tolist():
-                self._grammars.record(keys[lead], int(sampled.token_ids[lead]))
+        launched.chosen(keys, choice, self._outputs.sampled(rows[leads], leads), failed)
 
     def _pages(self, kind: PageKind, arena: PageArena) -> torch.Tensor:
         return arena.packed if kind is PageKind.PACKED else arena.exact
@@ -292,16 +311,6 @@ class ModelRunner:
                 yield tag_mismatch(found, tag.with_checksum(int(checksum)))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Outcome:
-    """Of a forward pass: samples under their keys, and scores of prompts."""
-
-    keys: tuple[OutputKey, ...] = ()
-    sampled: Sampled | None = None
-    scores: tuple[tuple[OutputKey, PromptLogprobs], ...] = ()
-    failed_grammars: tuple[tuple[OutputKey, str], ...] = ()
-
-
 def _scores(batch: StepBatch, logits: torch.Tensor) -> tuple[tuple[OutputKey, PromptLogprobs], ...]:
     found = []
     first = batch.num_sampled
@@ -310,40 +319,6 @@ def _scores(batch: StepBatch, logits: torch.Tensor) -> tuple[tuple[OutputKey, Pr
         found.append((rows.key, score(logits[first:end], rows.targets, rows.num_top)))
         first = end
     return tuple(found)
-
-
-def _result(step: int, outcome: _Outcome, duration_s: float) -> StepResult:
-    keys, sampled = outcome.keys, outcome.sampled
-    if sampled is None:
-        return StepResult(step=step, prompt_logprobs=outcome.scores, duration_s=duration_s)
-    token_ids = sampled.token_ids.tolist()
-    if sampled.is_finite.all():
-        return StepResult(
-            step=step,
-            keys=keys,
-            token_ids=tuple(token_ids),
-            logprobs=sampled.logprobs,
-            prompt_logprobs=outcome.scores,
-            duration_s=duration_s,
-        )
-    good: list[tuple[OutputKey, int, TokenLogprobs | None]] = [
-        row
-        for row, is_finite in zip(
-            zip(keys, token_ids, sampled.logprobs, strict=True), sampled.is_finite, strict=True
-        )
-        if is_finite
-    ]
-    bad = [key for key, is_finite in zip(keys, sampled.is_finite, strict=True) if not is_finite]
-    return StepResult(
-        step=step,
-        keys=tuple(key for key, _, _ in good),
-        token_ids=tuple(token for _, token, _ in good),
-        logprobs=tuple(logprobs for _, _, logprobs in good),
-        failed=tuple(dict.fromkeys(bad)),
-        failed_grammars=outcome.failed_grammars,
-        prompt_logprobs=outcome.scores,
-        duration_s=duration_s,
-    )
 
 
 def load_runner(
@@ -433,4 +408,5 @@ def load_runner(
         offsets_hash=offsets_hash,
         incarnation=incarnation,
         device=device,
+        reads_late=device == "cuda",
     )

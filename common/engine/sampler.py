@@ -166,40 +166,94 @@ class Sampled:
     logprobs: tuple[TokenLogprobs | None, ...]
 
 
-def sample(logits: Tensor, rows: SamplingRows, masks: TokenMasks | None = None) -> Sampled:
-    """One token for each row of logits [num_rows, vocab] float32. `logits` is left as it is."""
+class Choice:
+    """The tokens of a step, on their way from the device: `sampled` waits for them, everything
+    before that does not.
+    """
+
+    def __init__(
+        self, tokens: Tensor, finite: Tensor, logprobs: Sequence["_RowLogprobs | None"]
+    ) -> None:
+        self.token_ids = tokens
+        """[num_rows] int64, on the device"""
+        self._tokens, self._finite = _fetched(tokens), _fetched(finite)
+        self._logprobs = [None if row is None else row.fetched() for row in logprobs]
+        self._arrival: Any = None
+        if tokens.is_cuda:
+            self._arrival = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._arrival.record()
+
+    def sampled(self) -> Sampled:
+        """May be called by any thread, and again."""
+        if self._arrival is not None:
+            self._arrival.synchronize()
+        return Sampled(
+            token_ids=self._tokens.numpy(),
+            is_finite=self._finite.numpy(),
+            logprobs=tuple(None if row is None else row.as_told() for row in self._logprobs),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _RowLogprobs:
+    """Of the token [1], and the most likely ones [num_top]."""
+
+    own: Tensor
+    top_ids: Tensor
+    top: Tensor
+
+    def fetched(self) -> "_RowLogprobs":
+        return _RowLogprobs(_fetched(self.own), _fetched(self.top_ids), _fetched(self.top))
+
+    def as_told(self) -> TokenLogprobs:
+        return TokenLogprobs(
+            logprob=float(self.own),
+            top_ids=tuple(self.top_ids.tolist()),
+            top_logprobs=tuple(self.top.tolist()),
+        )
+
+
+def choose(logits: Tensor, rows: SamplingRows, masks: TokenMasks | None = None) -> Choice:
+    """One token for each row of logits [num_rows, vocab] float32. `logits` is left as it is, and
+    read before whatever is launched next.
+    """
     finite = torch.isfinite(logits.sum(dim=1))
     adjusted = _with_extras(logits, rows)
     if masks is not None:
         adjusted = _masked(logits, adjusted, masks)
-    choose = _choose if logits.device.type == "cpu" else choose_on_device
-    tokens, is_finite = choose(adjusted, finite, rows)
-    return Sampled(token_ids=tokens, is_finite=is_finite, logprobs=_logprobs(logits, tokens, rows))
+    pick = _choose if logits.device.type == "cpu" else choose_on_device
+    tokens = pick(adjusted, finite, rows)
+    return Choice(tokens, finite, _logprobs(logits, tokens, rows))
 
 
-def _choose(
-    adjusted: Tensor, finite: Tensor, rows: SamplingRows
-) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """Tokens, and which rows are finite."""
-    tokens, is_finite = adjusted.argmax(dim=1).numpy(), finite.numpy()
-    drawn = np.flatnonzero((rows.temperature >= GREEDY_BELOW) & is_finite)
+def sample(logits: Tensor, rows: SamplingRows, masks: TokenMasks | None = None) -> Sampled:
+    """As `choose`, and waits."""
+    return choose(logits, rows, masks).sampled()
+
+
+def _choose(adjusted: Tensor, finite: Tensor, rows: SamplingRows) -> Tensor:
+    tokens = adjusted.argmax(dim=1)
+    drawn = np.flatnonzero((rows.temperature >= GREEDY_BELOW) & finite.numpy())
     if len(drawn):
-        tokens[drawn] = draw(adjusted[torch.from_numpy(drawn)], drawn, rows)
-    return tokens, is_finite
+        which = torch.from_numpy(drawn)
+        tokens[which] = torch.from_numpy(draw(adjusted[which], drawn, rows))
+    return tokens
 
 
-def choose_on_device(
-    adjusted: Tensor, finite: Tensor, rows: SamplingRows
-) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """As `_choose`, and waits for the device once, when everything is on its way."""
+def choose_on_device(adjusted: Tensor, finite: Tensor, rows: SamplingRows) -> Tensor:
+    """As `_choose`, without waiting for the device."""
     tokens = adjusted.argmax(dim=1)
     drawn = np.flatnonzero(rows.temperature >= GREEDY_BELOW)
     if len(drawn):
         which = _sent(drawn, adjusted.device)
         numbers = torch.where(finite[which].unsqueeze(1), adjusted[which], 0.0)
         tokens[which] = draw_on_device(numbers, drawn, rows)
-    both = torch.stack([tokens, finite.long()]).cpu().numpy()
-    return both[0], both[1] == 1
+    return tokens
+
+
+def _fetched(tensor: Tensor) -> Tensor:
+    """In host memory (pinned, when it comes from a GPU) once the device gets there."""
+    return tensor.to("cpu", non_blocking=True)
 
 
 def _sent(array: NDArray[Any], device: torch.device) -> Tensor:
@@ -237,8 +291,8 @@ def _with_extras(logits: Tensor, rows: SamplingRows) -> Tensor:
 
 def _masked(logits: Tensor, adjusted: Tensor, masks: TokenMasks) -> Tensor:
     """Only what the grammar allows is left. Where the extras forbid all of that, they give way."""
-    rows = torch.from_numpy(masks.rows).to(logits.device)
-    bits = torch.from_numpy(masks.bits).to(logits.device).unsqueeze(-1)
+    rows = _sent(masks.rows, logits.device)
+    bits = _sent(masks.bits, logits.device).unsqueeze(-1)
     places = torch.arange(32, dtype=torch.int32, device=logits.device)
     is_banned = ((bits >> places) & 1 == 0).flatten(1)[:, : logits.shape[1]]
     if adjusted is logits:
@@ -361,17 +415,11 @@ def _filtered(
     return kept, is_enough
 
 
-def _logprobs(
-    logits: Tensor, tokens: NDArray[np.int64], rows: SamplingRows
-) -> tuple[TokenLogprobs | None, ...]:
-    wanted = np.flatnonzero(rows.num_logprobs >= 0)
-    found: list[TokenLogprobs | None] = [None] * len(tokens)
-    for index in wanted:
-        logprobs = torch.log_softmax(logits[int(index)], dim=0)
+def _logprobs(logits: Tensor, tokens: Tensor, rows: SamplingRows) -> list["_RowLogprobs | None"]:
+    found: list[_RowLogprobs | None] = [None] * len(tokens)
+    for index in np.flatnonzero(rows.num_logprobs >= 0).tolist():
+        logprobs = torch.log_softmax(logits[index], dim=0)
         best = logprobs.topk(min(int(rows.num_logprobs[index]), len(logprobs)))
-        found[index] = TokenLogprobs(
-            logprob=float(logprobs[int(tokens[index])]),
-            top_ids=tuple(best.indices.tolist()),
-            top_logprobs=tuple(best.values.tolist()),
-        )
-    return tuple(found)
+        own = logprobs.gather(0, tokens[index : index + 1])
+        found[index] = _RowLogprobs(own, best.indices, best.values)
+    return found

@@ -90,7 +90,8 @@ class _SelfTest:
         for position in range(count):
             batch = make_batch(StepPlan(step=0, decodes=(KEY,)), outputs, self._block_size)
             yield self._forward(batch)[0]
-            outputs.record(rows, self._tokens[position + 1 : position + 2].astype(np.int64))
+            token = self._tokens[position + 1 : position + 2].astype(np.int64)
+            outputs.record(outputs.sampled(rows, np.zeros_like(token)), token, token >= 0)
 
     def _outputs(self, block_ids: tuple[int, ...], num_tokens: int) -> OutputTable:
         outputs = OutputTable(

@@ -15,6 +15,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import anyio
 import torch
 
 from common.config import WorkerConfig
@@ -61,13 +62,22 @@ class MemoryPlan:
 class EngineDevice:
     """Executes plans and landings of one runner on its thread."""
 
-    def __init__(self, thread: DeviceThread, runner: Runner) -> None:
+    def __init__(
+        self, thread: DeviceThread, runner: Runner, *, overlaps_steps: bool = False
+    ) -> None:
+        """`overlaps_steps`: a plan may be handed in while another one is executed. On a GPU it is
+        launched before that one's tokens are read.
+        """
         self._thread = thread
         self._runner = runner
+        self.overlaps_steps = overlaps_steps
 
     async def execute(
         self, plan: StepPlan, on_stored: Callable[[], None] | None = None
     ) -> StepResult:
+        if on_stored is None and self.overlaps_steps:
+            launched = await self._thread.run(self._runner.launch, plan)
+            return await anyio.to_thread.run_sync(launched.result)
         if on_stored is None:
             return await self._thread.run(self._runner.execute, plan)
         told = LoopCall(on_stored)
@@ -102,6 +112,14 @@ def plan_memory(config: WorkerConfig, model: ModelConfig) -> MemoryPlan:
         landing=landing,
         max_model_len=config.max_model_len or model.max_position_embeddings,
         device=device,
+    )
+
+
+def overlaps_steps(config: WorkerConfig, plan: MemoryPlan) -> bool:
+    if config.role == "prefill":
+        return False
+    return config.overlap_steps == "on" or (
+        config.overlap_steps == "auto" and plan.device == "cuda"
     )
 
 

@@ -75,9 +75,12 @@ class TritonModel:
         self._inputs = InputBuffer(self._device)
 
     @torch.inference_mode()
-    def forward(self, batch: StepBatch, num_layers: int | None = None) -> None:
+    def forward(
+        self, batch: StepBatch, num_layers: int | None = None, latest: Tensor | None = None
+    ) -> None:
         self._wanted = batch.wanted
         self._step = self._inputs.send(columns_of(batch, self._pool.layout.block_size))
+        self._step.feed(latest)
         self._rows = self._hidden(self._step, num_layers)
 
     def use_pool(self, pool: PageArena) -> None:

@@ -51,6 +51,8 @@ class Prompt:
     table: BlockTable | None = None
     num_computed_tokens: int = 0
     num_cached_tokens: int = 0
+    num_planned_tokens: int = 0
+    """Of chunks in plans that have not been applied yet."""
     logprobs: list[PromptLogprobs] = field(default_factory=list)
     place: tuple[float, int] = (0.0, 0)
     """Among the prompts of its client; changed by the queue alone."""
@@ -63,6 +65,10 @@ class Prompt:
     def cost(self) -> int:
         """Tokens left to compute."""
         return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def num_unplanned_tokens(self) -> int:
+        return self.cost - self.num_planned_tokens
 
     @property
     def prompt_logprobs(self) -> PromptLogprobs | None:
@@ -92,6 +98,8 @@ class PromptQueue:
         self._by_key: dict[OutputKey, Prompt] = {}
         self._started: dict[OutputKey, Prompt] = {}
         self._arrivals = 0
+        self._num_whole = 0
+        """Prompts whose last chunk is planned and not applied yet."""
         self.num_queued_tokens = 0
 
     def __len__(self) -> int:
@@ -99,6 +107,11 @@ class PromptQueue:
 
     def __iter__(self) -> Iterator[Prompt]:
         return iter(self._by_key.values())
+
+    @property
+    def num_unplanned(self) -> int:
+        """Prompts with tokens that no plan has yet."""
+        return len(self._by_key) - self._num_whole
 
     @property
     def num_started(self) -> int:
@@ -125,29 +138,35 @@ class PromptQueue:
         self._started.pop(key, None)
         self._line.remove(prompt)
         self.num_queued_tokens -= prompt.cost
+        self._num_whole -= prompt.num_unplanned_tokens == 0
         return prompt
 
     def plan(
         self, room: int | ChunkRoom, now: float
     ) -> tuple[tuple[OutputStart, ...], tuple[PrefillChunk, ...]]:
         """Chunks that `room` (or a room of so many tokens) has place for, and the outputs that
-        start with them.
+        start with them. Chunks of an earlier plan may still be under way: these go on behind them.
         """
         if isinstance(room, int):
             room = ChunkRoom(room, self._cache.block_size)
         starts: list[OutputStart] = []
         chunks: list[PrefillChunk] = []
         for prompt in self._candidates(now):
-            num_tokens = room.take(prompt.num_computed_tokens, prompt.cost)
+            if prompt.num_unplanned_tokens == 0:
+                continue
+            start = prompt.num_computed_tokens + prompt.num_planned_tokens
+            num_tokens = room.take(start, prompt.num_unplanned_tokens)
             if num_tokens == 0:
                 break
-            if prompt.num_computed_tokens == prompt.num_cached_tokens:
+            if start == prompt.num_cached_tokens:
                 starts.append(_output_start(prompt))
-            chunks.append(self._chunk(prompt, num_tokens))
+            chunks.append(self._chunk(prompt, start, num_tokens))
             if room.is_full:
                 break
         for chunk in chunks:
             prompt = self._by_key[chunk.key]
+            prompt.num_planned_tokens += chunk.num_tokens
+            self._num_whole += prompt.num_unplanned_tokens == 0
             self._line.charge(prompt.client, prompt.priority, chunk.num_tokens)
         return tuple(starts), tuple(chunks)
 
@@ -178,8 +197,10 @@ class PromptQueue:
         assert prompt.num_computed_tokens == chunk.start
         self._line.remove(prompt)
         prompt.num_computed_tokens += chunk.num_tokens
+        prompt.num_planned_tokens -= chunk.num_tokens
         self.num_queued_tokens -= chunk.num_tokens
         if prompt.cost == 0:
+            self._num_whole -= 1
             del self._by_key[prompt.key]
             del self._started[prompt.key]
         else:
@@ -202,14 +223,14 @@ class PromptQueue:
             self.num_queued_tokens -= num_cached_tokens - prompt.num_computed_tokens
         prompt.num_cached_tokens = prompt.num_computed_tokens = num_cached_tokens
 
-    def _chunk(self, prompt: Prompt, num_tokens: int) -> PrefillChunk:
+    def _chunk(self, prompt: Prompt, start: int, num_tokens: int) -> PrefillChunk:
         assert prompt.table is not None
-        end = prompt.num_computed_tokens + num_tokens
+        end = start + num_tokens
         is_last = end == prompt.num_tokens
         num_blocks = -(-end // self._cache.block_size)
         return PrefillChunk(
             key=prompt.key,
-            start=prompt.num_computed_tokens,
+            start=start,
             num_tokens=num_tokens,
             block_ids=tuple(prompt.table.block_ids[:num_blocks]),
             tail=prompt.table.tail if is_last and end % self._cache.block_size else None,
@@ -221,8 +242,10 @@ class PromptQueue:
         assert {id(prompt) for prompt in self._line} == {id(p) for p in self._by_key.values()}
         assert self._started == {p.key: p for p in self if p.table is not None}
         assert self.num_queued_tokens == sum(prompt.cost for prompt in self)
+        assert self._num_whole == sum(prompt.num_unplanned_tokens == 0 for prompt in self)
         for prompt in self:
             assert prompt.num_cached_tokens <= prompt.num_computed_tokens < prompt.num_tokens
+            assert 0 <= prompt.num_planned_tokens <= prompt.cost
 
 
 def _output_start(prompt: Prompt) -> OutputStart:

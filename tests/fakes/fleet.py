@@ -88,10 +88,15 @@ class SteppedDevice:
         self.may_run = asyncio.Event()
         self.may_run.set()
         self.num_tokens_computed = 0
+        self._one_at_a_time = anyio.Lock()
 
     async def execute(
         self, plan: StepPlan, on_stored: Callable[[], None] | None = None
     ) -> StepResult:
+        async with self._one_at_a_time:
+            return await self._execute(plan, on_stored)
+
+    async def _execute(self, plan: StepPlan, on_stored: Callable[[], None] | None) -> StepResult:
         await self.may_run.wait()
         step_s = self._step_s
         if self._step_times is not None:
@@ -251,7 +256,9 @@ class Fleet:
             is_colocated=role is Role.COLOCATED,
             is_chunk_auto=s.get("is_chunk_auto", False),
         )
-        service = DecodeService(scheduler=scheduler, **parts)
+        service = DecodeService(
+            scheduler=scheduler, overlaps_steps=s.get("overlaps_steps", False), **parts
+        )
         zone = LandingZone(num_packed=num_landing, num_exact=num_landing)
         links = Links(
             identity=parts["identity"],

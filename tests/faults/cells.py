@@ -309,7 +309,8 @@ async def world(phase: Phase) -> AsyncIterator[World]:
     ) as workers:
         for role, name in ((Role.PREFILL, "p"), (Role.DECODE, "d")):
             for number in range(2):
-                workers.add(role, f"{name}{number}:1")
+                # one decode worker plans ahead, the other one does not
+                workers.add(role, f"{name}{number}:1", overlaps_steps=number == 0)
         made = World(workers, trigger)
         workers.group.start_soon(made.router.run)
         await made.router.ready()

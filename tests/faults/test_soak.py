@@ -102,7 +102,12 @@ class Soak:
 def test_nothing_is_wrong_or_left_after_kills_at_random(seed: int) -> None:
     async def main() -> None:
         async with fleet(
-            num_prefill=0, num_decode=0, num_packed=128, num_exact=64, max_num_seqs=8
+            num_prefill=0,
+            num_decode=0,
+            num_packed=128,
+            num_exact=64,
+            max_num_seqs=8,
+            overlaps_steps=seed % 2 == 1,
         ) as workers:
             for address, role in ADDRESSES.items():
                 workers.add(role, address)

@@ -116,6 +116,7 @@ def test_a_step_is_chosen_on_the_device_as_on_a_cpu() -> None:
         vocab=300,
     )
     wanted = sample(logits, rows)
-    tokens, is_finite = choose_on_device(logits, torch.isfinite(logits.sum(dim=1)), rows)
-    assert is_finite.tolist() == wanted.is_finite.tolist() == [True, True, True, False, True]
-    assert tokens[is_finite].tolist() == wanted.token_ids[is_finite].tolist()
+    finite = torch.isfinite(logits.sum(dim=1))
+    assert finite.tolist() == wanted.is_finite.tolist() == [True, True, True, False, True]
+    tokens = choose_on_device(logits, finite, rows)
+    assert tokens[finite].tolist() == wanted.token_ids[wanted.is_finite].tolist()

@@ -1,6 +1,7 @@
 """Both schedulers, driven step by step by a null model, with invariants after every step."""
 
 import random
+from collections import deque
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from common.scheduling.plan import StepPlan, StepResult
 from common.scheduling.prompt_queue import Prompt, PromptQueue, shareable
 from common.types import FinishReason, SamplingParams
 from decode_worker.entries import Facts
-from decode_worker.scheduler import BatchScheduler
+from decode_worker.scheduler import MAX_IN_FLIGHT, BatchScheduler
 from prefill_worker.scheduler import ChunkComputed, PrefillScheduler, PromptComputed, PromptFailed
 
 BLOCK = 4
@@ -296,7 +297,7 @@ class BatchMachine(RuleBasedStateMachine):
         self.live: set[str] = set()
         self.to_route: list[str] = []
         self.remote: list[str] = []
-        self.in_flight: StepPlan | None = None
+        self.in_flight: deque[StepPlan] = deque()
 
     @rule(
         num_tokens=st.integers(1, 40),
@@ -358,17 +359,18 @@ class BatchMachine(RuleBasedStateMachine):
         if tokens_first and request_id in self.live:
             self.s.landed_all(request_id)
 
-    @precondition(lambda self: self.in_flight is None)
+    @precondition(lambda self: len(self.in_flight) < MAX_IN_FLIGHT)
     @rule()
     def plan(self) -> None:
-        self.in_flight, facts = self.s.plan(self.now)
+        plan, facts = self.s.plan(self.now)
         self.took(facts)
+        if plan is not None:
+            self.in_flight.append(plan)
 
-    @precondition(lambda self: self.in_flight is not None)
+    @precondition(lambda self: self.in_flight)
     @rule()
     def apply(self) -> None:
-        plan, self.in_flight = self.in_flight, None
-        assert plan is not None
+        plan = self.in_flight.popleft()
         self.took(self.s.apply(plan, null_step(plan), self.now))
 
     @precondition(lambda self: self.live)
@@ -399,13 +401,13 @@ class BatchMachine(RuleBasedStateMachine):
                 self.route(local=False)
             while self.remote:
                 self.hand_off(tokens_first=True)
-            if self.in_flight is None:
+            if len(self.in_flight) < MAX_IN_FLIGHT:
                 self.plan()
-            if self.in_flight is not None:
+            if self.in_flight:
                 self.apply()
             self.s.check_invariants()
         assert not self.live, self.live
-        if self.in_flight is not None:
+        while self.in_flight:
             self.apply()
         self.s.check_invariants()
         assert self.s._cache.load.held == 0

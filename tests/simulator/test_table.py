@@ -7,7 +7,6 @@ from bench.load import Seen
 from bench.table import (
     AT_ONCE,
     PUBLISHED,
-    SPIKE,
     column_of,
     errors,
     kv_bytes,
@@ -34,9 +33,8 @@ def test_paged_memory_wastes_less_than_four_percent_and_reservations_most_of_it(
 
 
 def test_more_requests_run_and_none_stalls_in_the_same_memory() -> None:
-    legacy = simulated(legacy_system(), 0.346, 0.103, None)
-    assert legacy.itl_p50_s is not None
-    ours = simulated(our_system(), 0.346, 0.103, SPIKE * legacy.itl_p50_s)
+    legacy = simulated(legacy_system(), 0.346, 0.103)
+    ours = simulated(our_system(), 0.346, 0.103)
     assert (legacy.concurrent, ours.concurrent) == (18, AT_ONCE)
     assert ours.output_tokens_per_s > 2.5 * legacy.output_tokens_per_s
     assert legacy.spikes is not None
@@ -52,8 +50,8 @@ def test_a_measured_column_counts_what_clients_saw() -> None:
         for i in range(AT_ONCE + 11)
     ]
     seen[-1] = Seen(sent=seen[-1].sent, tokens=(*seen[-1].tokens, seen[-1].tokens[-1] + 1.0))
-    column = column_of(our_system(), seen, None)
-    assert column.ttft_p99_s == pytest.approx(0.5)
+    column = column_of(our_system(), seen)
+    assert column.ttft_arrival_p99_s == pytest.approx(0.5)
     assert column.concurrent == 1  # each has its last token before the next one has its first
     assert column.output_tokens_per_s == pytest.approx(10, rel=0.1)
     assert column.spikes == pytest.approx(1 / (9 * (AT_ONCE + 11) + 1))
