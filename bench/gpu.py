@@ -5,9 +5,10 @@
 
 Sections, each with a budget of seconds after which it starts nothing new: the ceilings (copies,
 matrix products), every kernel against its reference and its ceiling, ITL against context for fp8
-and bf16 KV, a random model of Llama 3 8B's shape with and without graphs and with FP8 weights, a
-chunk beside decodes, pages pulled from another process. One that fails is reported, and the rest
-runs. Exit code 1 when a section failed or was cut short, or a check did not hold; 2 without a GPU.
+and bf16 KV, a random model of Llama 3 8B's shape with and without graphs and with FP8 weights,
+steps one by one and overlapped, a chunk beside decodes, pages pulled from another process. One that
+fails is reported, and the rest runs. Exit code 1 when a section failed or was cut short, or a check
+did not hold; 2 without a GPU.
 """
 
 import argparse
@@ -29,7 +30,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from bench import gpu_handoff, gpu_model
+from bench import gpu_handoff, gpu_model, gpu_worker
 from bench.gpu_kernels import CASES, Case, Setting, error_of
 from bench.gpu_steps import BLOCK_SIZE, CHECKED, LLAMA_8B, SMOKE, Shape, layout_of
 from common.engine.backend import FP8_CAPABILITY
@@ -284,6 +285,36 @@ def graph_error(loaded: gpu_model.Loaded, graphed: GraphedModel, context: int) -
     return error_of(*found)
 
 
+def overlap(bench: Bench) -> Iterator[Row]:
+    """What it saves to launch a step before the last one's tokens are read."""
+    context, batches = (256, BATCHES) if not bench.is_smoke else (20, (1,))
+    num_steps = 2 * steps(bench)
+    loaded = gpu_model.load(
+        bench.shape,
+        bench.device,
+        "fp8_e4m3",
+        num_pages=gpu_model.pages_for(batches[-1], context + num_steps + BLOCK_SIZE),
+        max_rows=batches[-1],
+        max_tokens=context + num_steps + BLOCK_SIZE,
+    )
+    graphed = loaded.graphed()
+    for batch in batches:
+        if not bench.has_time():
+            return
+        plans = gpu_worker.plans_of(loaded, batch, context, num_steps)
+        gpu_worker.timed(loaded, graphed, plans, overlaps=False)  # kernels are compiled
+        alone = gpu_worker.timed(loaded, graphed, plans, overlaps=False)
+        beside = gpu_worker.timed(loaded, graphed, plans, overlaps=True)
+        yield Row(what=f"decode of {batch}, one step after another", ms=alone.step_s * 1e3)
+        yield Row(
+            what=f"decode of {batch}, overlapped",
+            ms=beside.step_s * 1e3,
+            rate=f"{alone.step_s / beside.step_s:.2f} times as fast",
+            note="the same tokens" if alone.tokens == beside.tokens else "other tokens",
+            holds=alone.tokens == beside.tokens,
+        )
+
+
 def chunks(bench: Bench) -> Iterator[Row]:
     shape, context = bench.shape, 1024 if not bench.is_smoke else 20
     sizes, decodes = (CHUNKS, NUM_DECODES) if not bench.is_smoke else ((20,), 1)
@@ -327,9 +358,10 @@ Section = tuple[str, float, Callable[[Bench], Iterator[Row]]]
 SECTIONS: list[Section] = [
     ("ceilings", 15, ceilings),
     ("kernels", 65, kernels),
-    ("itl_context", 45, itl_context),
+    ("itl_context", 35, itl_context),
     ("model", 30, model),
     ("fp8_weights", 30, fp8_weights),
+    ("overlap", 10, overlap),
     ("chunks", 15, chunks),
     ("handoff", 40, handoff),
 ]

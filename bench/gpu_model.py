@@ -20,6 +20,7 @@ from bench.gpu_steps import (
 from common.engine.batch import StepBatch
 from common.engine.cuda_graphs import Capture, CudaCapture
 from common.engine.graphed_model import GraphedModel
+from common.engine.pools import PageArena
 from common.engine.triton_model import TritonModel
 from common.engine.weights import Checkpoint
 from common.model_config import ModelConfig
@@ -83,7 +84,11 @@ class Loaded:
     config: ModelConfig
     max_rows: int
     max_blocks: int
-    page_bytes: int
+    pool: PageArena
+
+    @property
+    def page_bytes(self) -> int:
+        return self.pool.layout.packed_page_bytes
 
     def graphed(self) -> GraphedModel:
         is_cuda = self.model.device.type == "cuda"
@@ -115,7 +120,7 @@ def load(
     offsets = offsets_of(layout, blocks_of(max_tokens), device)
     checkpoint = RandomCheckpoint(shape.dtype, device)
     model = TritonModel(config, checkpoint, pool, offsets, shape.dtype, weight_dtype)
-    return Loaded(model, config, max_rows, blocks_of(max_tokens), layout.packed_page_bytes)
+    return Loaded(model, config, max_rows, blocks_of(max_tokens), pool)
 
 
 def step_s(backend: TritonModel | GraphedModel, batch: StepBatch, num_steps: int = STEPS) -> float:
