@@ -4,7 +4,7 @@ workload; medians are compared on another one.
     python -m bench prediction              the table
     python -m bench.prediction FILE.json    only measures, and writes times for `tandem plan`
 
-Fitted on prompts of 32 to 1,024 tokens, one to eight at a time; predicted for 384 tokens in, 48
+Fitted on prompts of 32 to 1,024 tokens, one to eight at a time; predicted for 384 tokens in, 96
 out, six at a time. The demo model on this machine's CPU.
 """
 
@@ -35,7 +35,7 @@ from simulator.workload import closed_loop, fixed
 
 FIT_LOADS = ((32, 24, 8, 16), (256, 32, 4, 8), (1024, 24, 3, 6), (96, 40, 6, 12), (600, 16, 1, 3))
 """Prompt tokens, output tokens, how many at once, how many in all."""
-PROMPT, OUTPUT, AT_ONCE, NUM_REQUESTS = 384, 48, 6, 30
+PROMPT, OUTPUT, AT_ONCE, NUM_REQUESTS = 384, 96, 6, 30
 NUM_BLOCKS, MAX_NUM_SEQS = 2048, 256
 BOUND = 0.15
 
