@@ -62,21 +62,34 @@ class Serving:
         """
 
         def is_at_rest() -> bool:
-            return all(
-                worker["running"] == worker["waiting"] == worker["blocks"]["held"] == 0
-                and worker["blocks"]["free"] + worker["blocks"]["cached"]
-                == worker["blocks"]["total"]
-                for worker in self.fleet()
-            )
+            return self._fleet_is_at_rest() and not self._busy_gauges()
 
-        assert wait_for(is_at_rest, within_s), self.fleet()
-        for role in {worker["role"] for worker in self.fleet()}:
-            assert self.metric(role, "tandem_requests_running") == 0
-            assert self.metric(role, "tandem_requests_waiting") == 0
-            assert self.metric(role, "tandem_kv_blocks", state="held") == 0
-            assert self.metric(role, "tandem_handoffs_active") == 0
-            assert self.metric(role, "tandem_landing_slots", state="in_use") == 0
-            assert self.metric(role, "tandem_landing_slots", state="quarantined") == 0
+        if not wait_for(is_at_rest, within_s):
+            raise AssertionError(f"not at rest: {self._busy_gauges()}, {self.fleet()}")
+
+    def _fleet_is_at_rest(self) -> bool:
+        return all(
+            worker["running"] == worker["waiting"] == worker["blocks"]["held"] == 0
+            and worker["blocks"]["free"] + worker["blocks"]["cached"] == worker["blocks"]["total"]
+            for worker in self.fleet()
+        )
+
+    def _busy_gauges(self) -> dict[str, float]:
+        """What the workers themselves say; a router's view may be a moment old."""
+        gauges: list[tuple[str, dict[str, str]]] = [
+            ("tandem_requests_running", {}),
+            ("tandem_requests_waiting", {}),
+            ("tandem_kv_blocks", {"state": "held"}),
+            ("tandem_handoffs_active", {}),
+            ("tandem_landing_slots", {"state": "in_use"}),
+            ("tandem_landing_slots", {"state": "quarantined"}),
+        ]
+        found = {
+            f"{role} {name} {labels}": self.metric(role, name, **labels)
+            for role in {worker["role"] for worker in self.fleet()}
+            for name, labels in gauges
+        }
+        return {name: value for name, value in found.items() if value}
 
 
 @dataclass(slots=True, eq=False)

@@ -220,8 +220,11 @@ def test_late_bytes_of_a_read_that_was_given_up_hit_only_quarantined_slots(tmp_p
         stream = Stream(c, LONG[:900], 12, salt=100)
         assert wait_for(lambda: not target.exists(), 60), c.logs()
         stream.leave()
-        assert wait_for(lambda: served.worker("decode")["running"] == 0, 10)
-        assert served.metric("decode", "tandem_landing_slots", state="quarantined") > 0
+        quarantined = {"state": "quarantined"}
+        assert wait_for(
+            lambda: served.metric("decode", "tandem_landing_slots", **quarantined) > 0, 10
+        )
+        assert wait_for(lambda: served.metric("decode", "tandem_requests_running") == 0, 10)
         others = [Stream(c, LONG[:60], 12, salt=200 + n) for n in range(4)]
         assert wait_for(lambda: served.worker("decode")["blocks"]["held"] > 0, 10)
         c.signal("p0", signal.SIGCONT)
