@@ -16,7 +16,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from common.engine.backend import Backend, PoolShare, StepLimits, load_cpu, load_gpu
+from common.engine.backend import (
+    Backend,
+    PoolShare,
+    StepLimits,
+    gpu_arithmetic,
+    load_cpu,
+    load_gpu,
+)
 from common.engine.batch import StepBatch, make_batch
 from common.engine.device_inputs import InputBuffer
 from common.engine.grammar import GrammarTable
@@ -84,6 +91,7 @@ class ModelRunner:
         offsets_hash: bytes,
         incarnation: int,
         device: str = "cpu",
+        arithmetic: str = "",
     ) -> None:
         self.config = config
         self.layout = pool.layout
@@ -91,6 +99,7 @@ class ModelRunner:
         self.landing = landing
         self.layout_fingerprint = layout_fingerprint
         self.offsets_hash = offsets_hash
+        self.arithmetic = arithmetic
         self._backend = backend
         self._incarnation = incarnation
         self._grammars = grammars
@@ -166,7 +175,9 @@ class ModelRunner:
         return LandingResult(refusals=tuple(refusals))
 
     def self_test(self) -> None:
-        """Raise unless rows come out the same whatever stands beside them; on a CPU to the bit."""
+        """Raise unless rows come out the same whatever stands beside them; to the bit where the
+        backend promises that.
+        """
         check_row_invariance(self.config, self._backend, self.pool)
 
     def _start(self, start: OutputStart) -> None:
@@ -359,6 +370,7 @@ def load_runner(
     device: str = "cpu",
     dtype: str = "auto",
     weight_dtype: str = "auto",
+    batch_invariant: bool = False,
     num_threads: int = 1,
     incarnation: int = 0,
     max_num_tokens: int = 512,
@@ -368,8 +380,9 @@ def load_runner(
 ) -> ModelRunner:
     """Read a model and allocate its pools. `num_blocks` counts packed pages; on a GPU, `share` may
     say instead how large the pool gets. `max_num_tokens` counts rows of a step, `max_num_decodes`
-    those of them that decode (a GPU captures graphs for so many). `is_calibrated` is False to leave
-    the model's offsets aside.
+    those of them that decode (a GPU captures graphs for so many). `batch_invariant` is for GPUs; on
+    a CPU rows never depend on their batch. `is_calibrated` is False to leave the model's offsets
+    aside.
     """
     config = ModelConfig.load(model_dir)
     layout = PageLayout(
@@ -387,7 +400,10 @@ def load_runner(
     size = PoolSize(num_packed=num_blocks, num_exact=num_exact)
     landing = PoolSize(num_packed=num_landing_packed, num_exact=num_landing_exact)
     backend: Backend
+    arithmetic = ""
     if device == "cuda":
+        if batch_invariant:
+            arithmetic = gpu_arithmetic(dtype, config)
         max_tokens = max_model_len or config.max_position_embeddings
         backend, pool = load_gpu(
             model_dir,
@@ -396,6 +412,7 @@ def load_runner(
             offsets,
             dtype=dtype,
             weight_dtype=weight_dtype,
+            is_batch_invariant=batch_invariant,
             limits=StepLimits(
                 chunk_tokens=min(max_num_tokens - max_num_decodes, max_tokens),
                 num_decodes=max_num_decodes,
@@ -428,9 +445,10 @@ def load_runner(
             eos_token_ids=config.eos_token_ids,
         ),
         layout_fingerprint=layout.fingerprint(
-            model_fingerprint(model_dir), offsets_hash, weight_dtype
+            model_fingerprint(model_dir), offsets_hash, weight_dtype, arithmetic
         ),
         offsets_hash=offsets_hash,
         incarnation=incarnation,
         device=device,
+        arithmetic=arithmetic,
     )
