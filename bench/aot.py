@@ -27,13 +27,13 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from common.kernels.gpu import checksum, landing, norm, quantise, sampling, swiglu
+from common.kernels.gpu import checksum, landing, matmul, norm, quantise, sampling, swiglu
 from common.kernels.gpu.attention import attention_kernel, rows_of, step_of
 from common.kernels.gpu.codec import page_constants
 from common.kernels.gpu.convert import convert_kernel
-from common.kernels.gpu.decode import decode_kernel, merge_kernel
+from common.kernels.gpu.decode import constants_of, decode_kernel, merge_kernel
 from common.kernels.gpu.store import store_kernel
-from common.kernels.gpu.tiles import sample_tile_of, tiles_of
+from common.kernels.gpu.tiles import WIDE_OUTPUTS, matmul_tile_of, sample_tile_of, tiles_of
 from common.pages import CODECS, TAG_BYTES, ElementKind, PageLayout
 
 TARGETS = {
@@ -72,7 +72,10 @@ class Case:
     codec: str = ""
     head_dim: int = 0
     num_warps: int = 4
+    num_stages: int | None = None
     pointers: dict[str, str] = field(default_factory=dict)
+    divisible: tuple[str, ...] = ()
+    """Arguments that are known to be multiples of 16, as they are when serving."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +93,7 @@ KERNELS: dict[str, Any] = {
     "convert": convert_kernel,
     "copy": landing.copy_kernel,
     "decode": decode_kernel,
+    "matmul": matmul.matmul_kernel,
     "merge": merge_kernel,
     "norm": norm.rms_norm_kernel,
     "quantise": quantise.quantise_rows_kernel,
@@ -125,6 +129,7 @@ def main() -> int:
 def all_cases(head_dims: tuple[int, ...], codecs: tuple[str, ...]) -> Iterator[Case]:
     for target in TARGETS:
         yield from plain_cases(target)
+        yield from matmul_cases(target)
         for head_dim in head_dims:
             yield merge_case(target, head_dim)
     for codec, head_dim, target in product(codecs, head_dims, TARGETS):
@@ -164,10 +169,28 @@ def plain_cases(target: str) -> Iterator[Case]:
     )  # fmt: skip
 
 
+def matmul_cases(target: str) -> Iterator[Case]:
+    """Of narrow and wide weights; the codec column tells the operands."""
+    for outputs, operand in product((WIDE_OUTPUTS // 2, WIDE_OUTPUTS), ("bf16", "fp32", "fp8")):
+        tile = matmul_tile_of(target, outputs)
+        element, num_bytes = {"bf16": ("*bf16", 2), "fp32": ("*fp32", 4), "fp8": ("*u8", 2)}[
+            operand
+        ]
+        constants = {"HAS_BIAS": 1, "HAS_SCALES": int(operand == "fp8"), "ROWS": tile.rows}
+        constants |= {"COLUMNS": tile.columns, "DEPTH": tile.depth_bytes // num_bytes}
+        yield Case(
+            f"matmul to {outputs}", "matmul", target, constants, operand,
+            num_warps=tile.num_warps, num_stages=tile.num_stages,
+            pointers={"x_ptr": element, "weight_ptr": element, "bias_ptr": "*bf16"},
+            divisible=("x_ptr", "x_stride", "weight_ptr", "out_ptr", "num_inputs", "num_outputs"),
+        )  # fmt: skip
+
+
 def merge_case(target: str, head_dim: int) -> Case:
     tile = tiles_of(target, head_dim).decode
     constants = {"BLOCK": BLOCK_SIZE, "HEAD_DIM": head_dim, "WIDTH": width_of(head_dim)}
     constants |= {"PARTS": tile.parts, "STRETCH": tile.stretch_tokens // BLOCK_SIZE}
+    constants |= {"BY_ROW": 0}
     pointers = {"sums_ptr": "*fp32", "stats_ptr": "*fp32"}
     return Case("decode, merge", "merge", target, constants, "", head_dim, pointers=pointers)
 
@@ -178,19 +201,20 @@ def page_cases(target: str, codec: str, head_dim: int) -> Iterator[Case]:
     pointers = {"k_ptr": exact, "v_ptr": exact}
     store = shape | {"HAS_NORM": 1}
     yield Case(
-        "rotate, store", "store", target, store, codec, head_dim, tiles.store.num_warps, pointers
-    )
+        "rotate, store", "store", target, store, codec, head_dim, tiles.store.num_warps,
+        pointers=pointers,
+    )  # fmt: skip
     rows = rows_of(tiles.chunk, RUN_TOKENS, GROUP)
     step = step_of(tiles.chunk.step_tokens, BLOCK_SIZE)
     chunk = shape | {"ROWS": rows, "STEP": step}
     yield Case(
-        "attention", "attention", target, chunk, codec, head_dim, tiles.chunk.num_warps, pointers
-    )
-    tile = tiles.decode
-    decode = shape | {"ROWS": 16, "PARTS": tile.parts}
-    decode |= {"STRETCH": tile.stretch_tokens // BLOCK_SIZE}
-    decode |= {"STEP": step_of(tile.step_tokens, BLOCK_SIZE)}
-    yield Case("decode", "decode", target, decode, codec, head_dim, tile.num_warps, pointers)
+        "attention", "attention", target, chunk, codec, head_dim, tiles.chunk.num_warps,
+        pointers=pointers,
+    )  # fmt: skip
+    layout = PageLayout(1, KV_HEADS, BLOCK_SIZE, head_dim, CODECS[codec])
+    for name, is_invariant in (("decode", False), ("all rows", True)):
+        decode, num_warps = constants_of(layout, GROUP, tiles, is_invariant=is_invariant)
+        yield Case(name, "decode", target, decode, codec, head_dim, num_warps, pointers=pointers)
     yield Case("convert", "convert", target, convert_shape(codec, head_dim), codec, head_dim)
 
 
@@ -220,8 +244,12 @@ def build(case: Case) -> Row:
     kernel = KERNELS[case.kernel]
     types = {n: type_of(n, case.pointers) for n in kernel.arg_names if n not in case.constants}
     types |= dict.fromkeys(case.constants, "constexpr")
-    source = ASTSource(fn=kernel, signature=types, constexprs=case.constants)
+    places = [kernel.arg_names.index(name) for name in case.divisible]
+    attributes = {(place,): [["tt.divisibility", 16]] for place in places}
+    source = ASTSource(fn=kernel, signature=types, constexprs=case.constants, attrs=attributes)
     options = {"num_warps": case.num_warps}
+    if case.num_stages is not None:
+        options["num_stages"] = case.num_stages
     found = triton.compile(source, target=TARGETS[case.target], options=options)
     if "cubin" in found.asm:
         registers, spilled = of_cubin(found.asm["cubin"])

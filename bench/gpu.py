@@ -6,9 +6,9 @@
 Sections, each with a budget of seconds after which it starts nothing new: the ceilings (copies,
 matrix products), every kernel against its reference and its ceiling, ITL against context for fp8
 and bf16 KV, a random model of Llama 3 8B's shape with and without graphs and with FP8 weights,
-steps one by one and overlapped, a chunk beside decodes, pages pulled from another process. One that
-fails is reported, and the rest runs. Exit code 1 when a section failed or was cut short, or a check
-did not hold; 2 without a GPU.
+steps one by one and overlapped, a chunk beside decodes, what `--batch-invariant` costs, pages
+pulled from another process. One that fails is reported, and the rest runs. Exit code 1 when a
+section failed or was cut short, or a check did not hold; 2 without a GPU.
 """
 
 import argparse
@@ -20,7 +20,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 if "--smoke" in sys.argv:
@@ -340,6 +340,68 @@ def chunks(bench: Bench) -> Iterator[Row]:
         )
 
 
+def batch_invariant(bench: Bench) -> Iterator[Row]:
+    """Decode steps in graphs and a chunk, without and with the option; and whether its promise
+    holds: the same request's logits alone and among others.
+    """
+    context, batches, chunk = (1024, BATCHES, CHUNKS[0]) if not bench.is_smoke else (20, (1, 2), 20)
+    plain: dict[str, float] = {}
+    for is_invariant in (False, True):
+        loaded = gpu_model.load(
+            bench.shape,
+            bench.device,
+            "fp8_e4m3",
+            num_pages=gpu_model.pages_for(batches[-1] + 1, max(context + 1, chunk)),
+            max_rows=batches[-1],
+            max_tokens=max(context, chunk) + BLOCK_SIZE,
+            is_batch_invariant=is_invariant,
+        )
+        graphed = loaded.graphed()
+        jobs = {f"decode of {n} at {context:,}": loaded.decode(n, context) for n in batches}
+        jobs[f"chunk of {chunk}"] = gpu_model.mixed(chunk, 0, context)
+        for what, batch in jobs.items():
+            if not bench.has_time():
+                return
+            seconds = gpu_model.step_s(graphed, batch, steps(bench))
+            if not is_invariant:
+                plain[what] = seconds
+            yield Row(
+                what=f"{what}{', batch-invariant' if is_invariant else ''}",
+                ms=seconds * 1e3,
+                note=f"{seconds / plain[what]:.2f} times the step without" if is_invariant else "",
+            )
+        if is_invariant:
+            num_apart = rows_apart(loaded, graphed, batches, context)
+            yield Row(
+                what="values that differ alone and among others",
+                note=f"{num_apart}, bound 0",
+                holds=bench.is_smoke or num_apart == 0,  # interpreted products differ by place
+            )
+        del loaded, graphed
+        clean()
+
+
+def rows_apart(
+    loaded: gpu_model.Loaded, graphed: GraphedModel, batches: tuple[int, ...], context: int
+) -> int:
+    """Logits of the last request that are other bits when it is decoded by itself."""
+    batch = loaded.decode(batches[-1], context)
+    last = replace(
+        batch,
+        token_ids=batch.token_ids[-1:],
+        positions=batch.positions[-1:],
+        items=batch.items[-1:] * [0, 1, 1, 1, 1, 1],
+        runs=batch.runs[-1:] * [0, 1, 1, 1, 1, 1],
+        wanted=batch.wanted[:1],
+        num_sampled=1,
+    )
+    found = []
+    for step in (batch, last):
+        graphed.forward(step)
+        found.append(graphed.logits(step.wanted)[-1].clone())
+    return int((found[0] != found[1]).sum())
+
+
 def handoff(bench: Bench) -> Iterator[Row]:
     profile = "smoke" if bench.is_smoke else "full"
     left = None if bench.is_smoke else bench.deadline - time.monotonic()
@@ -357,13 +419,14 @@ def handoff(bench: Bench) -> Iterator[Row]:
 Section = tuple[str, float, Callable[[Bench], Iterator[Row]]]
 SECTIONS: list[Section] = [
     ("ceilings", 15, ceilings),
-    ("kernels", 65, kernels),
+    ("kernels", 60, kernels),
     ("itl_context", 35, itl_context),
-    ("model", 30, model),
-    ("fp8_weights", 30, fp8_weights),
+    ("model", 25, model),
+    ("fp8_weights", 25, fp8_weights),
     ("overlap", 10, overlap),
-    ("chunks", 15, chunks),
-    ("handoff", 40, handoff),
+    ("chunks", 10, chunks),
+    ("batch_invariant", 25, batch_invariant),
+    ("handoff", 35, handoff),
 ]
 """Name, budget in seconds (240 together), function."""
 

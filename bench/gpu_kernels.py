@@ -30,6 +30,7 @@ from common.kernels.gpu.attention import attention
 from common.kernels.gpu.checksum import checksums
 from common.kernels.gpu.decode import Partials, decode_attention
 from common.kernels.gpu.landing import land
+from common.kernels.gpu.matmul import matmul
 from common.kernels.gpu.norm import rms_norm
 from common.kernels.gpu.quantise import quantise_rows
 from common.kernels.gpu.sampling import sample_rows
@@ -129,6 +130,19 @@ def quantise_case(at: Setting) -> Case:
         outcome=lambda: told(quantise_rows(x)),
         reference=lambda: told(reference.quantise_rows(x.cpu())),
         num_bytes=rows * width * (2.0 * x.element_size() + 1),  # it reads a row twice
+    )
+
+
+def matmul_case(at: Setting) -> Case:
+    """Of a decode batch with the widest weight of a layer, in fixed tiles."""
+    rows, width, outputs = at.shape.batch, at.shape.hidden_size, 2 * at.shape.intermediate_size
+    x, weight = at.randn(rows, width), at.randn(outputs, width)
+    return Case(
+        run=lambda: matmul(x, weight),
+        outcome=lambda: [matmul(x, weight)],
+        reference=lambda: [x.cpu().double() @ weight.cpu().double().T],
+        num_bytes=float(weight.numel() * weight.element_size()),
+        peer=lambda: F.linear(x, weight),
     )
 
 
@@ -233,6 +247,29 @@ def chunk_attention_case(at: Setting) -> Case:
     )
 
 
+def invariant_attention_case(at: Setting) -> Case:
+    """The chunk of `chunk_attention_case`, by the kernel that serves all rows."""
+    shape, num_blocks = at.shape, blocks_of(at.shape.chunk)
+    job = _Attention.of(at, mixed_batch(shape.chunk, 0, 0, num_blocks), 1, num_blocks)
+    device = torch.device(at.device)
+    partials = Partials.allocate(shape.chunk, shape.num_heads, shape.head_dim, device)
+
+    def run() -> Tensor:
+        decode_attention(
+            job.q, job.k, job.v, job.step.chunk_runs, job.step.tables, *job.pages,
+            partials, job.out, max_run_tokens=MAX_RUN_TOKENS, is_invariant=True,
+        )  # fmt: skip
+        return job.out
+
+    return Case(
+        run=run,
+        outcome=lambda: [run()],
+        reference=lambda: job.wanted(job.step.chunk_runs),
+        num_bytes=0.0,
+        num_flops=4.0 * shape.num_heads * shape.head_dim * shape.chunk * (shape.chunk + 1) / 2,
+    )
+
+
 def decode_attention_case(at: Setting) -> Case:
     shape, num_blocks = at.shape, blocks_of(at.shape.context + 1)
     batch = decode_batch(shape.batch, shape.context, num_blocks)
@@ -324,12 +361,14 @@ CASES: list[tuple[str, str, Callable[[Setting], Case]]] = [
     ("rms_norm with residual", FP8, norm_case),
     ("swiglu", FP8, swiglu_case),
     ("quantise_rows", FP8, quantise_case),
+    ("matmul, batch-invariant", FP8, matmul_case),
     ("rotate and store, chunk", FP8, chunk_store_case),
     ("rotate and store, decodes", FP8, decode_store_case),
     ("attention, chunk", FP8, chunk_attention_case),
     ("attention, chunk", BF16, chunk_attention_case),
     ("attention, decodes", FP8, decode_attention_case),
     ("attention, decodes", BF16, decode_attention_case),
+    ("attention, chunk, batch-invariant", FP8, invariant_attention_case),
     ("checksums", FP8, checksum_case),
     ("landing", FP8, landing_case),
     ("sampling", FP8, sampling_case),

@@ -112,6 +112,7 @@ def load(
     max_rows: int,
     max_tokens: int,
     weight_dtype: str = "auto",
+    is_batch_invariant: bool = False,
 ) -> Loaded:
     num_layers = LAYERS if device == "cuda" else SMOKE_LAYERS
     config = config_of(shape, num_layers, max_tokens)
@@ -119,7 +120,10 @@ def load(
     pool = filled_pool(layout, num_pages, 2 * max_rows + 2, device)
     offsets = offsets_of(layout, blocks_of(max_tokens), device)
     checkpoint = RandomCheckpoint(shape.dtype, device)
-    model = TritonModel(config, checkpoint, pool, offsets, shape.dtype, weight_dtype)
+    model = TritonModel(
+        config, checkpoint, pool, offsets, shape.dtype, weight_dtype,
+        is_batch_invariant=is_batch_invariant,
+    )  # fmt: skip
     return Loaded(model, config, max_rows, blocks_of(max_tokens), pool)
 
 

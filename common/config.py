@@ -206,6 +206,11 @@ class WorkerConfig:
         "decode and colocated workers: plan the next step while one runs; auto: on a GPU",
         default="auto",
     )
+    batch_invariant: bool = option(
+        "a request's result does not depend on the rest of the batch, to the bit: slower on a GPU, "
+        "and always so on a CPU. Workers that exchange KV must agree",
+        default=False,
+    )
     handoff_stall_s: float = option(
         "a hand-off without progress is ended after this long", default=30.0, metavar="SECONDS"
     )
@@ -300,6 +305,11 @@ class ServeConfig:
         "how weights are kept; fp8 needs a GPU, int8 a CPU",
         default=None,
         shown="auto: as in the checkpoint",
+    )
+    batch_invariant: bool = option(
+        "a request's result does not depend on the rest of the batch, to the bit: slower on GPUs, "
+        "and always so on CPUs",
+        default=False,
     )
     block_size: BlockSize | None = option("tokens per KV block", default=None, shown="16")
     kv_blocks: int | None = option(

@@ -137,7 +137,8 @@ def shared_options(config: ServeConfig) -> tuple[str, ...]:
     """What was given explicitly; anything else is left to the workers' file tables and defaults."""
     names = ("kv_codec", "weight_dtype", "block_size", "kv_blocks", "chunk_tokens")
     given = [(flag(name), getattr(config, name)) for name in names]
-    return tuple(part for name, value in given if value is not None for part in (name, str(value)))
+    words = [part for name, value in given if value is not None for part in (name, str(value))]
+    return (*words, "--batch-invariant") if config.batch_invariant else tuple(words)
 
 
 class Launch:

@@ -172,14 +172,17 @@ class PageLayout:
         model_fingerprint: bytes,
         offsets_hash: bytes = NO_FINGERPRINT,
         weight_dtype: str = "auto",
+        arithmetic: str = "",
     ) -> bytes:
         """16 bytes over all that two workers must agree on before one reads the other's pages.
         `weight_dtype` is how they keep the weights: quantised ones compute other keys and values.
+        `arithmetic` is what decides the last bits, where a worker promises those.
         """
         fields = (
             f"tandem page {TAG_MAGIC:x} codec={self.codec.name} block={self.block_size} "
             f"layers={self.num_layers} kv_heads={self.num_kv_heads} head_dim={self.head_dim} "
             f"packed={self.packed_page_bytes} exact={self.exact_page_bytes} weights={weight_dtype}"
+            f"{arithmetic and f' arithmetic={arithmetic}'}"
         )
         digest = hashlib.blake2b(model_fingerprint + offsets_hash + fields.encode(), digest_size=16)
         return digest.digest()

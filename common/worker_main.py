@@ -152,6 +152,7 @@ def layout_text(config: WorkerConfig, runner: ModelRunner) -> str:
     return (
         f"{config.kv_codec}, blocks of {config.block_size}, {model.num_layers} layers, "
         f"{model.num_kv_heads} KV heads of {model.head_dim}, weights {config.weight_dtype}, "
+        f"{runner.arithmetic and f'batch-invariant on {runner.arithmetic}, '}"
         f"offsets {runner.offsets_hash.hex()[:12]}, layout {runner.layout_fingerprint.hex()[:12]}"
     )
 

@@ -97,9 +97,10 @@ class Links:
             raise LayoutMismatch(
                 f"KV layouts differ: {self._identity.layout} here, {reply.layout} at {address}; "
                 "start both workers with the same model, --kv-codec, --block-size and "
-                "--weight-dtype; where only the offsets differ, run `tandem calibrate --model DIR "
-                "--text FILE` with the same text on both, or copy kv_offsets.safetensors from one "
-                "model directory to the other"
+                "--weight-dtype, and --batch-invariant on both or neither (on both it needs the "
+                "same kind of GPU and the same --dtype); where only the offsets differ, run "
+                "`tandem calibrate --model DIR --text FILE` with the same text on both, or copy "
+                "kv_offsets.safetensors from one model directory to the other"
             )
         old = self._links.pop(address, None)
         if old is not None and old.incarnation != reply.incarnation:

@@ -149,7 +149,11 @@ def test_check_free_accepts_a_port_that_was_just_released(taken: str) -> None:
 
 def test_two_workers_share_the_cores_and_get_ports_of_their_own() -> None:
     config = ServeConfig(
-        chunk_tokens=64, prefill_where="remote", itl_target=0.1, weight_dtype="fp8"
+        chunk_tokens=64,
+        prefill_where="remote",
+        itl_target=0.1,
+        weight_dtype="fp8",
+        batch_invariant=True,
     )
     router, prefill, decode = plan_children(config, None, "/m", [1, 2, 3, 4], cores=8)
     assert (router.name, prefill.name, decode.name) == ("router", "prefill-0", "decode-0")
@@ -163,6 +167,9 @@ def test_two_workers_share_the_cores_and_get_ports_of_their_own() -> None:
     assert flags(prefill)["--weight-dtype"] == flags(decode)["--weight-dtype"] == "fp8"
     assert (flags(router)["--itl-target"], "--itl-target" in flags(decode)) == ("0.1", False)
     assert "--kv-codec" not in decode.arguments
+    assert "--batch-invariant" in prefill.arguments
+    assert "--batch-invariant" in decode.arguments
+    assert "--batch-invariant" not in router.arguments
 
 
 def test_the_reason_for_waiting_is_short() -> None:

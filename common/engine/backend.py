@@ -42,6 +42,11 @@ class PoolShare:
 
 
 class Backend(Protocol):
+    @property
+    def is_batch_invariant(self) -> bool:
+        """A row's bits depend on its own request alone."""
+        ...
+
     def forward(
         self, batch: StepBatch, num_layers: int | None = None, latest: Tensor | None = None
     ) -> None:
@@ -106,6 +111,7 @@ def load_gpu(
     *,
     dtype: str,
     weight_dtype: str,
+    is_batch_invariant: bool = False,
     limits: StepLimits,
     room: PoolSize | PoolShare,
     landing: PoolSize,
@@ -119,19 +125,33 @@ def load_gpu(
             "--weight-dtype int8 is for CPUs; on a GPU choose fp8, or leave it at auto",
             param="weight_dtype",
         )
-    compute_dtype = _compute_dtype(dtype, config)
+    compute_dtype = gpu_dtype(dtype, config)
     if weight_dtype == "fp8":
         is_nvidia = torch.version.hip is None
         check_fp8(compute_dtype, torch.cuda.get_device_capability() if is_nvidia else None)
     checkpoint = Checkpoint.open(model_dir)
 
     def make_model(pool: PageArena) -> TritonModel:
-        return TritonModel(config, checkpoint, pool, offsets, compute_dtype, weight_dtype)
+        return TritonModel(
+            config, checkpoint, pool, offsets, compute_dtype, weight_dtype,
+            is_batch_invariant=is_batch_invariant,
+        )  # fmt: skip
 
     return open_gpu(CudaGpu(), make_model, layout, limits, room=room, landing=landing)
 
 
-def _compute_dtype(dtype: str, config: ModelConfig) -> torch.dtype:
+def gpu_arithmetic(dtype: str, config: ModelConfig) -> str:
+    """What decides the bits of a worker with `--batch-invariant`, beside the model and its weights:
+    the kind of this machine's GPU, and what it computes in.
+    """
+    if torch.version.hip is not None:
+        kind = torch.cuda.get_device_properties().gcnArchName.split(":")[0]
+    else:
+        kind = "sm_{}{}".format(*torch.cuda.get_device_capability())
+    return f"{kind} in {str(gpu_dtype(dtype, config)).removeprefix('torch.')}"
+
+
+def gpu_dtype(dtype: str, config: ModelConfig) -> torch.dtype:
     """What a GPU computes in: as asked, else the checkpoint's own; fp32 checkpoints run in bf16."""
     name = dtype if dtype != "auto" else config.dtype
     dtypes = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.bfloat16}

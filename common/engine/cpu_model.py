@@ -36,6 +36,8 @@ FINAL, LOGITS = k.Model._fields.index("final"), k.Model._fields.index("logits")
 class CpuModel:
     """`forward(batch)` computes a step's KV into `pool`; `logits(wanted)` those of its rows."""
 
+    is_batch_invariant: Final = True
+
     def __init__(
         self,
         config: ModelConfig,

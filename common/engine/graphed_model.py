@@ -22,6 +22,7 @@ class GraphedModel:
     ) -> None:
         """Steps of up to `max_rows` decodes, whose tables have up to `max_blocks` blocks."""
         self._model = model
+        self.is_batch_invariant = model.is_batch_invariant
         self._block_size = model.block_size
         buckets = row_buckets(max_rows)
         buffers = StaticBuffers(

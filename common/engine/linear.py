@@ -1,8 +1,11 @@
 """Matrices of the GPU model: in the dtype of the computation, or as FP8 (`--weight-dtype fp8`).
 
 FP8 weights are e4m3 with an fp32 scale for each output channel; activations are quantised row by
-row on the way in, so a row's result does not depend on the rows beside it. Sums are fp32
-throughout: the tensor cores' short accumulators ("fast accumulation") stay off.
+row on the way in, so the rows beside it change nothing in them. Sums are fp32 throughout: the
+tensor cores' short accumulators ("fast accumulation") stay off.
+
+Products are the libraries', which round otherwise for other numbers of rows, or with
+`--batch-invariant` `common.kernels.gpu.matmul`.
 """
 
 from dataclasses import dataclass
@@ -13,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from common.errors import ConfigError
+from common.kernels.gpu.matmul import matmul
 from common.kernels.gpu.quantise import quantise_rows
 
 MULTIPLE = 16
@@ -38,15 +42,28 @@ class PlainLinear:
 
 
 @dataclass(frozen=True, slots=True)
+class InvariantLinear:
+    weight: Tensor
+    """[outputs, inputs]"""
+    bias: Tensor | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return matmul(x, self.weight, self.bias)
+
+
+@dataclass(frozen=True, slots=True)
 class Fp8Linear:
     weight: Tensor
     """[outputs, inputs] float8_e4m3fn"""
     scales: Tensor
     """[1, outputs] float32"""
     bias: Tensor | None = None
+    is_invariant: bool = False
 
     @classmethod
-    def of(cls, weight: Tensor, bias: Tensor | None = None) -> "Fp8Linear":
+    def of(
+        cls, weight: Tensor, bias: Tensor | None = None, *, is_invariant: bool = False
+    ) -> "Fp8Linear":
         """Raises ConfigError for a matrix that cannot be multiplied as FP8."""
         if any(size % MULTIPLE for size in weight.shape):
             raise ConfigError(
@@ -57,10 +74,14 @@ class Fp8Linear:
         sizes = weight.abs().amax(dim=1, keepdim=True).float()
         scales = (sizes / MAX_E4M3).clamp_(min=MIN_SCALE)
         codes = (weight.float() / scales).clamp_(-MAX_E4M3, MAX_E4M3).to(torch.float8_e4m3fn)
-        return cls(codes, scales.t().contiguous(), bias)
+        return cls(codes, scales.t().contiguous(), bias, is_invariant)
 
     def __call__(self, x: Tensor) -> Tensor:
         codes, scales = quantise_rows(x)
+        if self.is_invariant:
+            return matmul(
+                codes, self.weight, self.bias, scales=(scales, self.scales), out_dtype=x.dtype
+            )
         out: Tensor = torch._scaled_mm(
             codes,
             self.weight.t(),
@@ -73,5 +94,9 @@ class Fp8Linear:
         return out
 
 
-def make_linear(weight: Tensor, bias: Tensor | None, weight_dtype: str) -> Linear:
-    return Fp8Linear.of(weight, bias) if weight_dtype == "fp8" else PlainLinear(weight, bias)
+def make_linear(
+    weight: Tensor, bias: Tensor | None, weight_dtype: str, *, is_invariant: bool = False
+) -> Linear:
+    if weight_dtype == "fp8":
+        return Fp8Linear.of(weight, bias, is_invariant=is_invariant)
+    return InvariantLinear(weight, bias) if is_invariant else PlainLinear(weight, bias)

@@ -12,7 +12,14 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from common.engine.backend import Backend, PoolShare, StepLimits, load_cpu, load_gpu
+from common.engine.backend import (
+    Backend,
+    PoolShare,
+    StepLimits,
+    gpu_arithmetic,
+    load_cpu,
+    load_gpu,
+)
 from common.engine.batch import StepBatch, make_batch
 from common.engine.device_inputs import InputBuffer
 from common.engine.grammar import GrammarTable
@@ -88,6 +95,7 @@ class ModelRunner:
         incarnation: int,
         device: str = "cpu",
         reads_late: bool = False,
+        arithmetic: str = "",
     ) -> None:
         """`reads_late`: the tokens of a step that was only launched are read when the next one has
         been launched. The backend must be able to feed them on the device.
@@ -98,6 +106,7 @@ class ModelRunner:
         self.landing = landing
         self.layout_fingerprint = layout_fingerprint
         self.offsets_hash = offsets_hash
+        self.arithmetic = arithmetic
         self._backend = backend
         self._incarnation = incarnation
         self._grammars = grammars
@@ -204,7 +213,9 @@ class ModelRunner:
         return LandingResult(refusals=tuple(refusals))
 
     def self_test(self) -> None:
-        """Raise unless rows come out the same whatever stands beside them; on a CPU to the bit."""
+        """Raise unless rows come out the same whatever stands beside them; to the bit where the
+        backend promises that.
+        """
         check_row_invariance(self.config, self._backend, self.pool)
 
     def _start(self, start: OutputStart) -> None:
@@ -334,6 +345,7 @@ def load_runner(
     device: str = "cpu",
     dtype: str = "auto",
     weight_dtype: str = "auto",
+    batch_invariant: bool = False,
     num_threads: int = 1,
     incarnation: int = 0,
     max_num_tokens: int = 512,
@@ -343,8 +355,9 @@ def load_runner(
 ) -> ModelRunner:
     """Read a model and allocate its pools. `num_blocks` counts packed pages; on a GPU, `share` may
     say instead how large the pool gets. `max_num_tokens` counts rows of a step, `max_num_decodes`
-    those of them that decode (a GPU captures graphs for so many). `is_calibrated` is False to leave
-    the model's offsets aside.
+    those of them that decode (a GPU captures graphs for so many). `batch_invariant` is for GPUs; on
+    a CPU rows never depend on their batch. `is_calibrated` is False to leave the model's offsets
+    aside.
     """
     config = ModelConfig.load(model_dir)
     layout = PageLayout(
@@ -362,7 +375,10 @@ def load_runner(
     size = PoolSize(num_packed=num_blocks, num_exact=num_exact)
     landing = PoolSize(num_packed=num_landing_packed, num_exact=num_landing_exact)
     backend: Backend
+    arithmetic = ""
     if device == "cuda":
+        if batch_invariant:
+            arithmetic = gpu_arithmetic(dtype, config)
         max_tokens = max_model_len or config.max_position_embeddings
         backend, pool = load_gpu(
             model_dir,
@@ -371,6 +387,7 @@ def load_runner(
             offsets,
             dtype=dtype,
             weight_dtype=weight_dtype,
+            is_batch_invariant=batch_invariant,
             limits=StepLimits(
                 chunk_tokens=min(max_num_tokens - max_num_decodes, max_tokens),
                 num_decodes=max_num_decodes,
@@ -403,10 +420,11 @@ def load_runner(
             eos_token_ids=config.eos_token_ids,
         ),
         layout_fingerprint=layout.fingerprint(
-            model_fingerprint(model_dir), offsets_hash, weight_dtype
+            model_fingerprint(model_dir), offsets_hash, weight_dtype, arithmetic
         ),
         offsets_hash=offsets_hash,
         incarnation=incarnation,
         device=device,
         reads_late=device == "cuda",
+        arithmetic=arithmetic,
     )

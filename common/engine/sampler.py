@@ -30,6 +30,9 @@ vocabulary.
 SCORED_AT_ONCE = 64
 """Prompt rows whose log-probabilities are in memory at the same time."""
 
+ALIGN = 16
+"""Logits that rows on a GPU are padded to a multiple of."""
+
 _U64 = np.uint64
 
 
@@ -308,7 +311,7 @@ def score(logits: Tensor, targets: NDArray[np.int32], num_top: int) -> PromptLog
     """How likely each target [num_rows] was, given the logits [num_rows, vocab] before it."""
     parts = []
     for first in range(0, len(targets), SCORED_AT_ONCE):
-        rows = torch.log_softmax(logits[first : first + SCORED_AT_ONCE], dim=1)
+        rows = _log_softmax(logits[first : first + SCORED_AT_ONCE])
         wanted = targets[first : first + SCORED_AT_ONCE].astype(np.int64)
         chosen = torch.from_numpy(wanted).to(logits.device)
         own = rows.gather(1, chosen.unsqueeze(1))
@@ -323,6 +326,17 @@ def score(logits: Tensor, targets: NDArray[np.int32], num_top: int) -> PromptLog
             )
         )
     return PromptLogprobs.joined(num_top, parts)
+
+
+def _log_softmax(logits: Tensor) -> Tensor:
+    """Over the last dimension. On a GPU torch begins a row's sum where memory is aligned: all rows
+    begin there, so that none is rounded by its place.
+    """
+    if logits.device.type == "cpu":
+        return torch.log_softmax(logits, dim=-1)
+    vocab = logits.shape[-1]
+    padded = torch.nn.functional.pad(logits, (0, -vocab % ALIGN), value=-torch.inf)
+    return torch.log_softmax(padded, dim=-1)[..., :vocab]
 
 
 def draw_on_device(logits: Tensor, which: NDArray[np.int64], rows: SamplingRows) -> Tensor:
@@ -418,7 +432,7 @@ def _filtered(
 def _logprobs(logits: Tensor, tokens: Tensor, rows: SamplingRows) -> list["_RowLogprobs | None"]:
     found: list[_RowLogprobs | None] = [None] * len(tokens)
     for index in np.flatnonzero(rows.num_logprobs >= 0).tolist():
-        logprobs = torch.log_softmax(logits[index], dim=0)
+        logprobs = _log_softmax(logits[index])
         best = logprobs.topk(min(int(rows.num_logprobs[index]), len(logprobs)))
         own = logprobs.gather(0, tokens[index : index + 1])
         found[index] = _RowLogprobs(own, best.indices, best.values)

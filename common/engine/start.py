@@ -152,6 +152,7 @@ def open_runner(
         device=plan.device,
         dtype=config.dtype,
         weight_dtype=config.weight_dtype,
+        batch_invariant=config.batch_invariant,
         num_threads=config.threads or os.cpu_count() or 1,
         incarnation=incarnation,
         max_num_tokens=config.max_chunk_tokens + config.max_num_seqs,

@@ -1,5 +1,8 @@
 """The model on a GPU: torch for the matrices, Triton for everything that touches pages.
 
+With `--batch-invariant` the matrices are Triton's too, and one attention kernel serves chunks and
+decodes; all other kernels compute row by row anyway.
+
 Also runs on CPU tensors when Triton interprets its kernels (TRITON_INTERPRET=1), for tests.
 """
 
@@ -7,7 +10,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -53,7 +55,10 @@ class TritonModel:
         offsets: Offsets,
         dtype: torch.dtype,
         weight_dtype: str = "auto",
+        *,
+        is_batch_invariant: bool = False,
     ) -> None:
+        self.is_batch_invariant = is_batch_invariant
         self._config = config
         self._pool = pool
         self._offsets = offsets.to(pool.packed.device)
@@ -61,12 +66,17 @@ class TritonModel:
         self._device = pool.packed.device
         self.device, self.block_size = self._device, pool.layout.block_size
         self.vocab_size = config.vocab_size
-        self._read = _Reader(checkpoint, config, dtype, self._device, weight_dtype)
+        self._read = _Reader(
+            checkpoint, config, dtype, self._device, weight_dtype, is_batch_invariant
+        )
         self._embedding = self._read.tensor(
             "model.embed_tokens.weight", config.vocab_size, config.hidden_size
         )
         head = checkpoint.output_head(config)
-        self._head = self._embedding if head is None else head.to(self._device, dtype)
+        self._head = make_linear(
+            self._embedding if head is None else head.to(self._device, dtype), None, "auto",
+            is_invariant=is_batch_invariant,
+        )  # fmt: skip
         self._final_norm = self._read.tensor("model.norm.weight", config.hidden_size)
         self._layers = [self._read.layer(i) for i in range(config.num_layers)]
         cos, sin = rope_tables(config)
@@ -98,8 +108,9 @@ class TritonModel:
         """
         config = self._config
         partials = Partials.allocate(
-            len(step.decode_runs), config.num_heads, config.head_dim, self._device
-        )
+            len(step.token_ids if self.is_batch_invariant else step.decode_runs),
+            config.num_heads, config.head_dim, self._device,
+        )  # fmt: skip
         stream = None
         x = self._embedding[step.token_ids]
         for index, layer in enumerate(self._layers[:num_layers]):
@@ -117,7 +128,7 @@ class TritonModel:
     def _logits_of(self, rows: Tensor) -> Tensor:
         """[num_rows, vocab_size] float32 of hidden rows."""
         normed, _ = self._norm(rows, self._final_norm)
-        return F.linear(normed, self._head).float()
+        return self._head(normed).float()
 
     def checksums(self, pages: Tensor, which: Tensor) -> Tensor:
         return checksums(pages, which)
@@ -148,8 +159,17 @@ class TritonModel:
             self._cos, self._sin, step.items, *pages,
         )  # fmt: skip
         out = torch.empty_like(q)
-        attention(q, k, v, step.chunk_runs, step.tables, *pages, MAX_RUN_TOKENS, out)
-        decode_attention(q, k, v, step.decode_runs, step.tables, *pages, partials, out)
+        if self.is_batch_invariant:
+            decode_attention(
+                q, k, v, step.chunk_runs, step.tables, *pages, partials, out,
+                max_run_tokens=MAX_RUN_TOKENS, is_invariant=True,
+            )  # fmt: skip
+        else:
+            attention(q, k, v, step.chunk_runs, step.tables, *pages, MAX_RUN_TOKENS, out)
+        decode_attention(
+            q, k, v, step.decode_runs, step.tables, *pages, partials, out,
+            is_invariant=self.is_batch_invariant,
+        )  # fmt: skip
         return out.flatten(1)
 
     def _norm(
@@ -171,12 +191,14 @@ class _Reader:
         dtype: torch.dtype,
         device: torch.device,
         weight_dtype: str,
+        is_invariant: bool,
     ) -> None:
         self._checkpoint = checkpoint
         self._config = config
         self._dtype = dtype
         self._device = device
         self._weight_dtype = weight_dtype
+        self._is_invariant = is_invariant
 
     def tensor(self, name: str, *shape: int) -> Tensor:
         return self._checkpoint.read(name, shape).to(self._device, self._dtype)
@@ -210,4 +232,4 @@ class _Reader:
         )
 
     def _linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
-        return make_linear(weight, bias, self._weight_dtype)
+        return make_linear(weight, bias, self._weight_dtype, is_invariant=self._is_invariant)

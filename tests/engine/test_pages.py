@@ -75,7 +75,9 @@ def test_fingerprint_covers_everything_that_must_agree() -> None:
     found = {layout.fingerprint(bytes(16)) for layout in (base, *others)}
     found.add(base.fingerprint(b"another model..."))
     found.add(base.fingerprint(bytes(16), weight_dtype="fp8"))
-    assert len(found) == 8
+    found.add(base.fingerprint(bytes(16), arithmetic="sm_90 in bfloat16"))
+    found.add(base.fingerprint(bytes(16), arithmetic="sm_80 in bfloat16"))
+    assert len(found) == 10
     assert {len(fingerprint) for fingerprint in found} == {16}
 
 

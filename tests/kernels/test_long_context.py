@@ -13,7 +13,7 @@ from common.engine.pools import PageArena
 from common.kernels import reference
 from common.kernels.gpu.attention import attention
 from common.kernels.gpu.decode import Partials, decode_attention
-from common.kernels.gpu.tiles import ChunkTile, DecodeTile, StoreTile, Tiles
+from common.kernels.gpu.tiles import ChunkTile, DecodeTile, InvariantTile, StoreTile, Tiles
 from common.kernels.offsets import Offsets
 from common.pages import PageLayout, codec_named
 
@@ -26,6 +26,7 @@ TILES = Tiles(
     store=StoreTile(num_warps=4),
     chunk=ChunkTile(rows=16, step_tokens=512, num_warps=4),
     decode=DecodeTile(parts=2, stretch_tokens=512, step_tokens=512, num_warps=4),
+    invariant=InvariantTile(rows=16, step_tokens=512, num_warps=4),
 )
 """Few large steps, for the interpreter."""
 

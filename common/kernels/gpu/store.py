@@ -116,7 +116,9 @@ def store_kernel(
         page = exact_ptr + exact_page * exact_bytes
         at = slice_index * BLOCK * HEAD_DIM + slots * HEAD_DIM + dims
         if from_page != 0:
-            block = tl.where(is_new, block, load_exact(page, at, is_dim & (slots >= 0), EXACT_KIND))
+            block = tl.where(
+                is_new, block, load_exact(page, at, is_dim & (slots < offset), EXACT_KIND)
+            )
         fresh = is_new | (offset == 0)  # a page's first store zeroes the slots behind it
         store_exact(page, at, block, fresh & is_dim, EXACT_KIND)
 

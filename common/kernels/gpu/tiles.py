@@ -16,6 +16,7 @@ import torch
 
 HEAD_SIZES = (64, 128)
 """Of the entries; larger heads take the last one."""
+WIDE_OUTPUTS = 8192
 NVIDIA_KINDS = {8: "sm_80", 9: "sm_90", 10: "sm_100"}
 AMD_KIND = "gfx942"
 INTERPRETER = "interpreter"
@@ -47,6 +48,16 @@ class DecodeTile:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class InvariantTile:
+    """Of `common.kernels.gpu.decode` where chunks take it too; splits are as for decodes."""
+
+    rows: int
+    """Most (token, head of the group) pairs of one program."""
+    step_tokens: int
+    num_warps: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StoreTile:
     """Of `common.kernels.gpu.store`."""
 
@@ -58,6 +69,7 @@ class Tiles:
     store: StoreTile
     chunk: ChunkTile
     decode: DecodeTile
+    invariant: InvariantTile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +79,29 @@ class SampleTile:
     tokens: int
     """Of the vocabulary, looked at together."""
     num_warps: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MatmulTile:
+    """Of `common.kernels.gpu.matmul`."""
+
+    rows: int
+    columns: int
+    """Outputs of one program."""
+    depth_bytes: int
+    """Inputs multiplied at once, as bytes of a row; FP8 counts as the fp16 that it becomes."""
+    num_warps: int
+    num_stages: int
+    """Of loads that are on their way at the same time."""
+
+
+@cache
+def matmul_tile_of(kind: str, num_outputs: int) -> MatmulTile:
+    """By the weight's size alone: one tile for every number of rows, so that they are rounded
+    alike. Narrow ones keep more processors busy where there are few outputs.
+    """
+    width = "wide" if num_outputs >= WIDE_OUTPUTS else "narrow"
+    return MatmulTile(**_table()[kind]["matmul"][width])
 
 
 @cache
@@ -82,6 +117,7 @@ def tiles_of(kind: str, head_dim: int) -> Tiles:
         store=StoreTile(**entry["store"]),
         chunk=ChunkTile(**entry["chunk"]),
         decode=DecodeTile(**entry["decode"]),
+        invariant=InvariantTile(**entry["invariant"]),
     )
 
 

@@ -1,0 +1,220 @@
+"""`--batch-invariant` on Triton's kernels, interpreted: a token's logits and pages have the same
+bits however it was computed.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from common.engine.backend import Backend
+from common.engine.batch import StepBatch
+from common.engine.graphed_model import GraphedModel
+from common.engine.offsets import open_offsets
+from common.engine.pools import PageArena
+from common.engine.triton_model import TritonModel
+from common.engine.weights import Checkpoint
+from common.kernels import reference
+from common.kernels.gpu.decode import Partials, decode_attention
+from common.kernels.gpu.store import rotate_and_store
+from tests.engine.conftest import make_runner
+from tests.engine.driver import Driver
+from tests.engine.tiny_models import give_offsets, make_tiny_model
+from tests.kernels.test_kernels import (
+    GROUP,
+    HEADS,
+    WIDTH,
+    Step,
+    layout_of,
+    make_step,
+    offsets_of,
+)
+
+pytestmark = pytest.mark.usefixtures("ordered_dots")
+
+VOCAB = 96
+Bits = dict[int, NDArray[np.int32]]
+"""Logits of one request by position."""
+
+
+class EveryRow:
+    """A backend that keeps the logits of all rows it has computed, by table row and position."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self.found: dict[int, Bits] = {}
+
+    def forward(self, batch: StepBatch) -> None:
+        self._backend.forward(batch)
+        rows = np.arange(len(batch.token_ids), dtype=np.int64)
+        logits = self._backend.logits(rows).numpy().copy().view(np.int32)
+        for row, count, position, table, *_ in batch.runs.tolist():
+            bits = self.found.setdefault(table, {})
+            for i in range(count):
+                assert np.array_equal(
+                    bits.setdefault(position + i, logits[row + i]), logits[row + i]
+                )
+
+    @property
+    def num_replayed(self) -> int:
+        assert isinstance(self._backend, GraphedModel)
+        return self._backend.graphs.num_replayed
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._backend, name)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three heads to a KV head: a tile of 16 rows holds five tokens, a block takes four tiles."""
+    sizes: dict[str, Any] = {"num_attention_heads": 3, "num_key_value_heads": 1, "hidden_size": 48}
+    sizes |= {"intermediate_size": 64, "vocab_size": VOCAB}
+    path = make_tiny_model(
+        tmp_path_factory.mktemp("invariant"), "qwen3", num_hidden_layers=2, **sizes
+    ).path
+    give_offsets(path)
+    return path
+
+
+def make_driver(path: Path, *, graph_rows: int = 0) -> tuple[Driver, EveryRow]:
+    runner = make_runner(path, num_blocks=64, num_exact=16)
+    offsets, _ = open_offsets(path, runner.config, runner.layout)
+    model = TritonModel(
+        runner.config, Checkpoint.open(path), runner.pool, offsets, torch.float32,
+        is_batch_invariant=True,
+    )  # fmt: skip
+    backend: Backend = model
+    if graph_rows:
+        backend = GraphedModel(model, lambda step: step, max_rows=graph_rows, max_blocks=16)
+        backend.capture()
+    assert backend.is_batch_invariant
+    every = EveryRow(backend)
+    runner._backend = every  # type: ignore[assignment]
+    return Driver(runner), every
+
+
+def prompt_of(seed: int, num_tokens: int) -> list[int]:
+    return [int(t) for t in np.random.default_rng(seed).integers(0, VOCAB, num_tokens)]
+
+
+def assert_same(found: Bits, wanted: Bits, what: str) -> None:
+    assert found.keys() <= wanted.keys()
+    for position, bits in found.items():
+        assert np.array_equal(bits, wanted[position]), f"{what}, position {position}"
+
+
+# rows of padding hold what was in memory before
+@pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
+def test_a_token_has_the_same_bits_however_it_is_computed(path: Path) -> None:
+    """35 tokens: decoded one by one, as chunks, beside others in chunks and in padded graphs."""
+    driver, every = make_driver(path)
+    driver.add("a", prompt_of(0, 3), max_tokens=33)
+    driver.run()
+    wanted, pages = every.found[0], driver.pages("a")
+    tokens = prompt_of(0, 3) + driver.tokens["a"]
+    assert sorted(wanted) == list(range(35))
+
+    for chunk in (16, 512):
+        driver, every = make_driver(path)
+        driver.add("a", tokens[:-1], max_tokens=1)
+        driver.run(chunk_tokens=chunk)
+        assert_same(every.found[0], wanted, f"chunks of {chunk}")
+        assert len(every.found[0]) == 35
+        assert driver.tokens["a"] == tokens[-1:]
+        assert driver.pages("a") == pages, f"chunks of {chunk}"
+
+    driver, every = make_driver(path, graph_rows=4)
+    driver.add("others", prompt_of(1, 18), max_tokens=4)
+    driver.step(chunk_tokens=16)
+    driver.add("a", tokens[:29], max_tokens=4)
+    driver.add("late", prompt_of(2, 1), max_tokens=2)
+    driver.run(chunk_tokens=16)
+    assert_same(every.found[1], wanted, "beside others")
+    assert len(every.found[1]) == 32
+    assert driver.tokens["a"] == tokens[29:33]
+    assert every.num_replayed > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chunk", [16, 128, 512])
+def test_long_contexts_wrap_around_their_parts(path: Path, chunk: int) -> None:
+    """140 tokens are more stretches than there are parts; the last tokens once more as decodes."""
+    prompt = prompt_of(3, 140)
+    driver, every = make_driver(path)
+    driver.add("a", prompt, max_tokens=3)
+    driver.run()
+    tokens = prompt + driver.tokens["a"]
+    again, chunks = make_driver(path)
+    again.add("a", tokens[:-1], max_tokens=1)
+    again.run(chunk_tokens=chunk)
+    assert_same(every.found[0], chunks.found[0], "decodes behind a long prompt")
+    assert again.tokens["a"] == tokens[-1:]
+
+
+def attended(step: Step, runs: Tensor) -> Tensor:
+    """By the kernel for all rows; runs of one token in a launch of their own, as in a step."""
+    pages = step.pool.packed, step.pool.exact, step.layout, step.offsets, 1
+    partials = Partials.allocate(len(step.q), HEADS * GROUP, WIDTH, step.q.device)
+    partials.sums.fill_(torch.nan)
+    partials.stats.fill_(torch.nan)
+    out = torch.full_like(step.q, torch.nan)
+    is_one = runs[:, 1] == 1
+    for which, longest in ((~is_one, int(runs[:, 1].max())), (is_one, 1)):
+        decode_attention(
+            step.q, step.k, step.v, runs[which], step.tables, *pages, partials, out,
+            max_run_tokens=longest, is_invariant=True,
+        )  # fmt: skip
+    return out
+
+
+@pytest.mark.parametrize(
+    ("codec", "block_size"),
+    [
+        ("fp8_e4m3", 16),
+        *(
+            pytest.param(codec, size, marks=pytest.mark.slow)
+            for codec, size in (("int4", 16), ("fp32", 16), ("fp8_e4m3", 32), ("bf16", 32))
+        ),
+    ],
+)
+def test_one_kernel_attends_for_all_runs(codec: str, block_size: int) -> None:
+    step = make_step(codec, block_size)
+    pages = step.pool.packed, step.pool.exact, step.layout, step.offsets, 1
+    reference.store(step.k, step.v, step.items, *pages)
+    wanted = reference.attention(step.q, step.k, step.v, step.runs, step.tables, *pages)
+    torch.testing.assert_close(attended(step, step.runs), wanted, atol=2e-5, rtol=1e-4)
+
+
+def test_a_row_far_behind_attends_alike_in_a_chunk_and_alone() -> None:
+    """From position 144, behind more stretches than there are parts; the chunk ends in a block."""
+    step = make_step("fp8_e4m3", 16)
+    count, start = 20, 144
+    step.tables = torch.arange(22, dtype=torch.int32).view(2, 11)
+    rows = slice(0, count)
+    step.q, step.k, step.v = step.q[rows], step.k[rows], step.v[rows]
+    chunk = torch.tensor([[0, count, start, 0, -1, 0]])
+    alone = torch.tensor([[i, 1, start + i, 0, -1, count - 1 - i] for i in range(count)])
+    found = attended(step, chunk)
+    assert torch.equal(found, attended(step, alone))
+    pages = step.pool.packed, step.pool.exact, step.layout, step.offsets, 1
+    wanted = reference.attention(step.q, step.k, step.v, chunk, step.tables, *pages)
+    torch.testing.assert_close(found, wanted, atol=2e-5, rtol=1e-4)
+
+
+def test_a_decode_that_opens_a_page_leaves_nothing_of_what_it_held() -> None:
+    layout = layout_of("fp32")
+    pool = PageArena(layout, 1, 2)
+    pool.exact.fill_(0x41)
+    heads, ones = torch.ones(1, 5 * HEADS, WIDTH), torch.ones(17, WIDTH // 2)
+    items = torch.tensor([[0, 1, 16, 1, -1, 1]])
+    rotate_and_store(
+        heads, None, 1e-5, ones, torch.zeros_like(ones), items, pool.packed, pool.exact, layout,
+        offsets_of(layout), 0,
+    )  # fmt: skip
+    stored = reference.exact_slices(pool.exact, layout)[1, 0]
+    assert stored[:, :, 0].eq(1).all()
+    assert stored[:, :, 1:].eq(0).all()
