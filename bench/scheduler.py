@@ -8,7 +8,7 @@ processor, so that other processes disturb little.
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -79,12 +79,30 @@ class Report:
 
 def run() -> Report:
     return Report(
-        rows=[measure(waiting, pool) for pool in POOLS for waiting in WAITING],
+        rows=[row for pool in POOLS for row in measure(WAITING, pool)],
         allocate_s={pool: allocation_s(pool) for pool in POOLS},
     )
 
 
-def measure(num_waiting: int, num_blocks: int, num_steps: int = NUM_STEPS) -> Row:
+def measure(
+    numbers_waiting: Sequence[int], num_blocks: int, num_steps: int = NUM_STEPS
+) -> list[Row]:
+    """Schedulers that differ in how many requests wait take turns, step by step: what else the
+    machine does then falls on all of them.
+    """
+    num_steps = num_steps if num_blocks > 1_000 else 2 * BLOCK_SIZE
+    schedulers = [_busy(num_waiting, num_blocks, num_steps) for num_waiting in numbers_waiting]
+    times: list[list[tuple[float, float, float]]] = [[] for _ in schedulers]
+    for _ in range(num_steps):
+        for scheduler, own in zip(schedulers, times, strict=True):
+            own.append(_step(scheduler))
+    return [
+        _row(num_waiting, num_blocks, own)
+        for num_waiting, own in zip(numbers_waiting, times, strict=True)
+    ]
+
+
+def _busy(num_waiting: int, num_blocks: int, num_steps: int) -> BatchScheduler:
     """With 1,000 blocks the outputs of 256 requests do not fit for long: 128 run then."""
     num_running = NUM_RUNNING if num_blocks > 1_000 else NUM_RUNNING // 2
     scheduler = BatchScheduler(
@@ -102,10 +120,14 @@ def measure(num_waiting: int, num_blocks: int, num_steps: int = NUM_STEPS) -> Ro
         _step(scheduler)
     for number in range(num_waiting):
         _add(scheduler, num_running + number, max_tokens)
-    for _ in range(WARM_UP_STEPS):  # the fit of step times is new at first, and busier
+    # the fit of step times is new at first, and busier; outputs open new blocks at different steps,
+    # as they do in life
+    for _ in range(WARM_UP_STEPS):
         _step(scheduler)
-    # outputs open new blocks at different steps, as they do in life
-    times = [_step(scheduler) for _ in range(num_steps if num_blocks > 1_000 else 2 * BLOCK_SIZE)]
+    return scheduler
+
+
+def _row(num_waiting: int, num_blocks: int, times: list[tuple[float, float, float]]) -> Row:
     admits, plans, applies = zip(*times, strict=True)
     return Row(
         num_waiting=num_waiting,
