@@ -249,7 +249,9 @@ class Puller:
             pull.destination.close()  # the request has ended, or runs already
         self._perform(pull, pull.destination.on(fact))
         is_busy = pull.destination.num_reading > 0
-        pull.stall.deadline = anyio.current_time() + self._handoff_stall_s if is_busy else math.inf
+        # anyio's clock is this loop's, but cannot be asked for in a callback of any loop
+        now = asyncio.get_running_loop().time()
+        pull.stall.deadline = now + self._handoff_stall_s if is_busy else math.inf
         self._measure_zone()
 
     def _perform(self, pull: _Pull, actions: Iterable[Action]) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from common.engine.batch import StepBatch
 from common.engine.cuda_graphs import Capture, GraphPool, StaticBuffers, row_buckets
 from common.engine.device_inputs import DeviceStep, columns_of
+from common.engine.transfers import sent
 from common.engine.triton_model import TritonModel
 
 
@@ -54,7 +55,7 @@ class GraphedModel:
             return self._model.logits(wanted)
         if np.array_equal(wanted, np.arange(len(self._logits))):
             return self._logits
-        return self._logits[torch.from_numpy(wanted).to(self._logits.device)]
+        return self._logits[sent(wanted, self._logits.device)]
 
     def checksums(self, pages: Tensor, which: Tensor) -> Tensor:
         return self._model.checksums(pages, which)

@@ -188,12 +188,13 @@ class OutputTable:
 
     def record(
         self, sampling: "Sampling", token_ids: NDArray[np.int64], is_finite: NDArray[np.bool_]
-    ) -> None:
-        """The step's tokens. Outputs that were dropped meanwhile, and those whose token means
-        nothing, stay as they are.
+    ) -> NDArray[np.int64]:
+        """The step's tokens; the places of those that were taken. Outputs that were dropped
+        meanwhile, and those whose token means nothing, stay as they are.
         """
         is_kept = (self._owner[sampling.rows] == sampling.owners) & is_finite[sampling.places]
-        rows, places = sampling.rows[is_kept], sampling.places[is_kept]
+        rows: NDArray[np.int64] = sampling.rows[is_kept]
+        places: NDArray[np.int64] = sampling.places[is_kept]
         self.last_token[rows] = token_ids[places]
         self.unread[rows] = READ
         if self._prompts or self._extras:
@@ -201,6 +202,7 @@ class OutputTable:
                 self._prompts.pop(row, None)
                 if row in self._extras:
                     self._extras[row].record(token_id)
+        return places
 
     def _set_tail(self, row: int, block_id: BlockId) -> None:
         assert 0 <= block_id < self._num_exact, f"exact page {block_id} as a tail"

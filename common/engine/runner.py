@@ -7,7 +7,7 @@ nothing. It is one rank of a group of size 1.
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -113,6 +113,12 @@ class ModelRunner:
         self._reads_late = reads_late
         self._latest: LaunchedStep | None = None
         self._sender = InputBuffer(torch.device(device), num_host_buffers=NUM_SENT)
+        self._beside: Any = None
+        """A stream of its own for landings: what comes back of them is waited for, steps that were
+        launched before are not. Nobody names a page that is being landed in.
+        """
+        if self.pool.packed.is_cuda:
+            self._beside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self._outputs = OutputTable(
             max_blocks=-(-config.max_position_embeddings // self.layout.block_size),
             num_packed=len(pool.packed),
@@ -167,11 +173,10 @@ class ModelRunner:
         if latest is None or latest.sampling is None:
             return
         sampled = latest.sampled()
-        self._outputs.record(latest.sampling, sampled.token_ids, sampled.is_finite)
+        places = self._outputs.record(latest.sampling, sampled.token_ids, sampled.is_finite)
         if len(self._grammars):
-            for place in latest.sampling.places.tolist():
-                if sampled.is_finite[place]:
-                    self._grammars.record(latest.keys[place], int(sampled.token_ids[place]))
+            for place in places.tolist():
+                self._grammars.record(latest.keys[place], int(sampled.token_ids[place]))
 
     def all_logits(self, plan: StepPlan) -> torch.Tensor:
         """For tools: carries out a plan up to the forward pass and gives the logits [num_rows,
@@ -203,13 +208,13 @@ class ModelRunner:
         for them.
         """
         refusals: list[str | None] = [None] * len(moves)
-        for kind in PageKind:
-            which = [index for index, move in enumerate(moves) if move.kind is kind]
-            if which:
-                for index, refusal in zip(
-                    which, self._land(kind, [moves[i] for i in which]), strict=True
-                ):
-                    refusals[index] = refusal
+        with torch.cuda.stream(self._beside):
+            for kind in PageKind:
+                which = [index for index, move in enumerate(moves) if move.kind is kind]
+                if which:
+                    found = self._land(kind, [moves[i] for i in which])
+                    for index, refusal in zip(which, found, strict=True):
+                        refusals[index] = refusal
         return LandingResult(refusals=tuple(refusals))
 
     def self_test(self) -> None:

@@ -9,7 +9,6 @@ step of greedy rows costs one argmax.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
@@ -17,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from common.engine.grammar import TokenMasks
+from common.engine.transfers import arrival, fetched, sent
 from common.types import PromptLogprobs, SamplingParams, TokenLogprobs
 
 GREEDY_BELOW = 1e-5
@@ -69,25 +69,25 @@ class Extras:
         if not (has_penalties or params.logit_bias or params.min_tokens or params.bad_words):
             return None
 
+        place = torch.device(device)
+
         def ids(values: Sequence[int]) -> Tensor:
-            return torch.tensor(
-                [v for v in values if 0 <= v < vocab_size], dtype=torch.long, device=device
-            )
+            return sent(np.array([v for v in values if 0 <= v < vocab_size], dtype=np.int64), place)
 
         bias = [(i, b) for i, b in params.logit_bias if 0 <= i < vocab_size]
         extras = cls(
             params=params,
             bias_ids=ids([i for i, _ in bias]),
-            bias=torch.tensor([b for _, b in bias], dtype=torch.float32, device=device),
+            bias=sent(np.array([b for _, b in bias], dtype=np.float32), place),
             stop_ids=ids(params.stop_token_ids),
         )
         extras._remember(output.tolist())
         if has_penalties:
             counts = np.bincount(output, minlength=vocab_size).astype(np.float32)
-            extras.output_counts = torch.from_numpy(counts).to(device)
+            extras.output_counts = sent(counts, place)
             seen = np.zeros(vocab_size, dtype=bool)
             seen[prompt] = True
-            extras.in_prompt = torch.from_numpy(seen).to(device)
+            extras.in_prompt = sent(seen, place)
         return extras
 
     def record(self, token_id: int) -> None:
@@ -179,12 +179,9 @@ class Choice:
     ) -> None:
         self.token_ids = tokens
         """[num_rows] int64, on the device"""
-        self._tokens, self._finite = _fetched(tokens), _fetched(finite)
+        self._tokens, self._finite = fetched(tokens), fetched(finite)
         self._logprobs = [None if row is None else row.fetched() for row in logprobs]
-        self._arrival: Any = None
-        if tokens.is_cuda:
-            self._arrival = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._arrival.record()
+        self._arrival = arrival(tokens.device)
 
     def sampled(self) -> Sampled:
         """May be called by any thread, and again."""
@@ -206,7 +203,7 @@ class _RowLogprobs:
     top: Tensor
 
     def fetched(self) -> "_RowLogprobs":
-        return _RowLogprobs(_fetched(self.own), _fetched(self.top_ids), _fetched(self.top))
+        return _RowLogprobs(fetched(self.own), fetched(self.top_ids), fetched(self.top))
 
     def as_told(self) -> TokenLogprobs:
         return TokenLogprobs(
@@ -248,23 +245,10 @@ def choose_on_device(adjusted: Tensor, finite: Tensor, rows: SamplingRows) -> Te
     tokens = adjusted.argmax(dim=1)
     drawn = np.flatnonzero(rows.temperature >= GREEDY_BELOW)
     if len(drawn):
-        which = _sent(drawn, adjusted.device)
+        which = sent(drawn, adjusted.device)
         numbers = torch.where(finite[which].unsqueeze(1), adjusted[which], 0.0)
         tokens[which] = draw_on_device(numbers, drawn, rows)
     return tokens
-
-
-def _fetched(tensor: Tensor) -> Tensor:
-    """In host memory (pinned, when it comes from a GPU) once the device gets there."""
-    return tensor.to("cpu", non_blocking=True)
-
-
-def _sent(array: NDArray[Any], device: torch.device) -> Tensor:
-    """The array on the device, by way of pinned memory: nobody waits."""
-    tensor = torch.from_numpy(array)
-    if device.type == "cuda":
-        return tensor.pin_memory().to(device, non_blocking=True)
-    return tensor.to(device)
 
 
 def uniform(seed: NDArray[np.uint64], position: NDArray[np.int64]) -> NDArray[np.float64]:
@@ -294,16 +278,17 @@ def _with_extras(logits: Tensor, rows: SamplingRows) -> Tensor:
 
 def _masked(logits: Tensor, adjusted: Tensor, masks: TokenMasks) -> Tensor:
     """Only what the grammar allows is left. Where the extras forbid all of that, they give way."""
-    rows = _sent(masks.rows, logits.device)
-    bits = _sent(masks.bits, logits.device).unsqueeze(-1)
+    rows = sent(masks.rows, logits.device)
+    bits = sent(masks.bits, logits.device).unsqueeze(-1)
     places = torch.arange(32, dtype=torch.int32, device=logits.device)
     is_banned = ((bits >> places) & 1 == 0).flatten(1)[:, : logits.shape[1]]
     if adjusted is logits:
         adjusted = logits.clone()
     allowed = adjusted[rows].masked_fill_(is_banned, -torch.inf)
-    is_empty = allowed.amax(dim=1) == -torch.inf
-    allowed[is_empty] = logits[rows][is_empty].masked_fill_(is_banned[is_empty], -torch.inf)
-    adjusted[rows] = allowed
+    # no masks as indices: how many rows they choose is known on the device alone
+    is_empty = (allowed.amax(dim=1) == -torch.inf).unsqueeze(1)
+    plain = logits[rows].masked_fill_(is_banned, -torch.inf)
+    adjusted[rows] = torch.where(is_empty, plain, allowed)
     return adjusted
 
 
@@ -345,8 +330,8 @@ def draw_on_device(logits: Tensor, which: NDArray[np.int64], rows: SamplingRows)
 
     chance = uniform(rows.seed[which], rows.position[which])
     columns = (rows.temperature, rows.min_p, rows.top_k, rows.top_p)
-    sent = _sent(np.stack([*(column[which] for column in columns), chance]), logits.device)
-    temperature, min_p, top_k, top_p, chances = sent
+    stacked = np.stack([*(column[which] for column in columns), chance])
+    temperature, min_p, top_k, top_p, chances = sent(stacked, logits.device)
     return sample_rows(logits, temperature, min_p, top_k.long(), top_p, chances)
 
 

@@ -11,7 +11,7 @@ lets smaller ones pass for at most `MAX_OVERTAKEN_S`, then nothing new is starte
 has its blocks always goes on, so they come free.
 """
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -51,8 +51,10 @@ class Prompt:
     table: BlockTable | None = None
     num_computed_tokens: int = 0
     num_cached_tokens: int = 0
+    planned: deque[PrefillChunk] = field(default_factory=deque)
+    """Chunks in plans that have not been applied yet."""
     num_planned_tokens: int = 0
-    """Of chunks in plans that have not been applied yet."""
+    """Theirs."""
     logprobs: list[PromptLogprobs] = field(default_factory=list)
     place: tuple[float, int] = (0.0, 0)
     """Among the prompts of its client; changed by the queue alone."""
@@ -165,6 +167,7 @@ class PromptQueue:
                 break
         for chunk in chunks:
             prompt = self._by_key[chunk.key]
+            prompt.planned.append(chunk)
             prompt.num_planned_tokens += chunk.num_tokens
             self._num_whole += prompt.num_unplanned_tokens == 0
             self._line.charge(prompt.client, prompt.priority, chunk.num_tokens)
@@ -187,12 +190,13 @@ class PromptQueue:
                 yield prompt
 
     def apply(self, chunk: PrefillChunk) -> Prompt | None:
-        """A chunk is computed. The prompt; None when it was removed meanwhile. A finished one
-        leaves the queue.
+        """A chunk is computed. The prompt; None when it was removed meanwhile (another one may go
+        by its key by now). A finished one leaves the queue.
         """
         prompt = self._by_key.get(chunk.key)
-        if prompt is None:
+        if prompt is None or not prompt.planned or prompt.planned[0] is not chunk:
             return None
+        prompt.planned.popleft()
         assert prompt.table is not None
         assert prompt.num_computed_tokens == chunk.start
         self._line.remove(prompt)
@@ -245,7 +249,8 @@ class PromptQueue:
         assert self._num_whole == sum(prompt.num_unplanned_tokens == 0 for prompt in self)
         for prompt in self:
             assert prompt.num_cached_tokens <= prompt.num_computed_tokens < prompt.num_tokens
-            assert 0 <= prompt.num_planned_tokens <= prompt.cost
+            assert prompt.num_planned_tokens == sum(c.num_tokens for c in prompt.planned)
+            assert prompt.num_planned_tokens <= prompt.cost
 
 
 def _output_start(prompt: Prompt) -> OutputStart:

@@ -48,8 +48,8 @@ class EveryRow:
         self._backend = backend
         self.found: dict[int, Bits] = {}
 
-    def forward(self, batch: StepBatch) -> None:
-        self._backend.forward(batch)
+    def forward(self, batch: StepBatch, latest: Tensor | None = None) -> None:
+        self._backend.forward(batch, latest=latest)
         rows = np.arange(len(batch.token_ids), dtype=np.int64)
         logits = self._backend.logits(rows).numpy().copy().view(np.int32)
         for row, count, position, table, *_ in batch.runs.tolist():

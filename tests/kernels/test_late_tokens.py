@@ -218,33 +218,51 @@ def test_a_row_taken_over_before_its_token_was_read_keeps_its_own(path: Path, ke
 
 
 class WatchedGrammars:
-    """Counts the tokens that it was told of."""
+    """Keeps the tokens that it was told of."""
 
     def __init__(self) -> None:
-        self.recorded: dict[str, list[int]] = {}
-        self.seen: list[dict[str, int]] = []
+        self.known: dict[str, list[int]] = {}
+        self.seen: list[dict[str, list[int]]] = []
 
     def __len__(self) -> int:
         return 1
 
+    def start(self, key: str, grammar: str, output: list[int]) -> None:
+        self.known[key] = list(output)
+
     def begin(self, keys: list[str]) -> None:
-        self.seen.append({key: len(self.recorded.get(key, [])) for key in keys})
+        self.seen.append({key: list(self.known.get(key, [])) for key in keys})
 
     def record(self, key: str, token_id: int) -> None:
-        self.recorded.setdefault(key, []).append(token_id)
+        self.known[key].append(token_id)
 
     def has_failed(self, key: str) -> bool:
         return False
 
     def drop(self, key: str) -> None:
-        """Tests look at what was recorded."""
+        self.known.pop(key, None)
 
 
 def test_a_grammar_knows_every_token_before_it_says_what_may_follow(path: Path) -> None:
     worker = Worker(path, MAX_IN_FLIGHT)
     grammars = WatchedGrammars()
     worker.runner._grammars = grammars  # type: ignore[assignment]
-    worker.add("r0", prompt_of(9, 11), greedy(4))
+    worker.add("r0", prompt_of(9, 11), greedy(4, grammar="any"))
     worker.run()
-    assert grammars.seen == [{"r0/0": count} for count in range(4)]
-    assert grammars.recorded == {"r0/0": [token for token, _ in worker.tokens["r0/0"]]}
+    tokens = [token for token, _ in worker.tokens["r0/0"]]
+    assert grammars.seen == [{"r0/0": tokens[:count]} for count in range(4)]
+
+
+@pytest.mark.parametrize("reads_late", [False, True])
+def test_a_grammar_hears_nothing_of_an_earlier_output_by_the_same_name(
+    path: Path, reads_late: bool
+) -> None:
+    runner: ModelRunner = triton_runner(path, has_graphs=True)
+    runner._reads_late = reads_late
+    grammars = WatchedGrammars()
+    runner._grammars = grammars  # type: ignore[assignment]
+    params = greedy(9, grammar="any")
+    runner.launch(StepPlan(step=1, starts=(started("a/0", [5, 6], 0, params),), decodes=("a/0",)))
+    again = started("a/0", [40, 50], 1, params)
+    runner.launch(StepPlan(step=2, drops=("a/0",), starts=(again,), decodes=("a/0",)))
+    assert grammars.seen == [{"a/0": [6]}, {"a/0": [50]}]

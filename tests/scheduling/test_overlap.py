@@ -51,8 +51,8 @@ class Worker:
         self.cut: set[tuple[str, int]] = set()
         """Outputs that were ended from outside."""
 
-    def add(self, prompt: list[int], sampling: SamplingParams) -> str:
-        request_id = f"r{len(self.requests)}"
+    def add(self, prompt: list[int], sampling: SamplingParams, request_id: str = "") -> str:
+        request_id = request_id or f"r{len(self.requests)}"
         request = GenerateRequest(
             request_id=request_id,
             token_ids=pack_tokens(prompt),
@@ -246,6 +246,48 @@ def test_an_output_that_fails_alone_does_not_take_its_ended_sibling_along(lead: 
     facts = worker.scheduler.apply(plan, failed, worker.now)
     assert facts.failed == []
     assert facts.token_ids == [expected_tokens([1, 2, 3], params, kept)[2]]
+
+
+def abort(worker: Worker, request_id: str) -> None:
+    worker.scheduler.abort(request_id)
+    worker.live.discard(request_id)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_chunk_of_an_earlier_request_by_the_same_name_is_not_the_new_ones(depth: int) -> None:
+    worker = Worker()
+    worker.add(list(range(1, 41)), sampling(2))
+    for _ in range(depth):
+        worker.plan()
+    abort(worker, "r0")
+    worker.add(list(range(50, 95)), sampling(2), "r0")
+    worker.apply()
+    worker.plan()
+    worker.scheduler.check_invariants()
+    worker.end()
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_first_token_of_an_earlier_request_by_the_same_name_is_not_the_new_ones(
+    depth: int,
+) -> None:
+    """The chunks of both are whole prompts of the same length."""
+    worker = Worker()
+    worker.add([9] * 5, sampling(40))
+    worker.plan()
+    worker.apply()
+    worker.plan()
+    worker.add(list(range(1, 13)), sampling(2))
+    if depth == 1:
+        worker.apply()
+    worker.plan()
+    abort(worker, "r1")
+    worker.add(list(range(50, 62)), sampling(2), "r1")
+    worker.apply()
+    worker.plan()
+    worker.scheduler.check_invariants()
+    worker.end()
+    assert worker.tokens["r1", 0] == expected_tokens(list(range(50, 62)), sampling(2))
 
 
 class OverlapMachine(RuleBasedStateMachine):
