@@ -26,6 +26,7 @@ from pathlib import Path
 if "--smoke" in sys.argv:
     os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
 
+import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
@@ -356,12 +357,13 @@ def rows_apart(
 ) -> int:
     """Logits of the last request that are other bits when it is decoded by itself."""
     batch = loaded.decode(batches[-1], context)
+    kept = np.array([0, 1, 1, 1, 1, 1], dtype=np.int64)  # the row is the step's first
     last = replace(
         batch,
         token_ids=batch.token_ids[-1:],
         positions=batch.positions[-1:],
-        items=batch.items[-1:] * [0, 1, 1, 1, 1, 1],
-        runs=batch.runs[-1:] * [0, 1, 1, 1, 1, 1],
+        items=batch.items[-1:] * kept,
+        runs=batch.runs[-1:] * kept,
         wanted=batch.wanted[:1],
         num_sampled=1,
     )

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
@@ -14,10 +15,9 @@ def ordered_dots() -> Iterator[None]:
     """
 
     def dot(_: Any, a: Any, b: Any, acc: Any, *_options: Any) -> Any:
-        out = acc.data.copy()
-        for column, row in zip(a.data.T, b.data, strict=True):
-            out += column[:, None].astype(out.dtype) * row[None, :].astype(out.dtype)
-        return TensorHandle(out, acc.dtype.scalar)
+        columns, rows = (side.astype(acc.data.dtype) for side in (a.data.T, b.data))
+        products = columns[:, :, None] * rows[:, None, :]
+        return TensorHandle(np.add.reduce(products, axis=0) + acc.data, acc.dtype.scalar)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(InterpreterBuilder, "create_dot", dot)
