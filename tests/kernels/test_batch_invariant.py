@@ -11,16 +11,18 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from common.engine.backend import Backend
+from common.engine.backend import Backend, gpu_arithmetic
 from common.engine.batch import StepBatch
 from common.engine.graphed_model import GraphedModel
 from common.engine.offsets import open_offsets
 from common.engine.pools import PageArena
 from common.engine.triton_model import TritonModel
 from common.engine.weights import Checkpoint
+from common.errors import InternalError
 from common.kernels import reference
 from common.kernels.gpu.decode import Partials, decode_attention
 from common.kernels.gpu.store import rotate_and_store
+from common.model_config import ModelConfig
 from tests.engine.conftest import make_runner
 from tests.engine.driver import Driver
 from tests.engine.tiny_models import give_offsets, make_tiny_model
@@ -70,9 +72,9 @@ class EveryRow:
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three heads to a KV head: a tile of 16 rows holds five tokens, a block takes four tiles."""
-    sizes: dict[str, Any] = {"num_attention_heads": 3, "num_key_value_heads": 1, "hidden_size": 48}
-    sizes |= {"intermediate_size": 64, "vocab_size": VOCAB}
+    """Two heads to a KV head: a tile of 16 rows holds eight tokens, a block takes two tiles."""
+    sizes: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 1, "hidden_size": 32}
+    sizes |= {"intermediate_size": 48, "vocab_size": VOCAB}
     path = make_tiny_model(
         tmp_path_factory.mktemp("invariant"), "qwen3", num_hidden_layers=2, **sizes
     ).path
@@ -109,19 +111,23 @@ def assert_same(found: Bits, wanted: Bits, what: str) -> None:
 
 # rows of padding hold what was in memory before
 @pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
-@pytest.mark.parametrize("num_first", [30, pytest.param(3, marks=pytest.mark.slow)])
-def test_a_token_has_the_same_bits_however_it_is_computed(path: Path, num_first: int) -> None:
-    """34 tokens: decoded one by one behind the first, which seals a block and opens one; as chunks;
-    beside others in chunks and in padded graphs.
+@pytest.mark.parametrize(
+    ("num_first", "chunks"), [(30, [512]), pytest.param(3, [16, 512], marks=pytest.mark.slow)]
+)
+def test_a_token_has_the_same_bits_however_it_is_computed(
+    path: Path, num_first: int, chunks: list[int]
+) -> None:
+    """34 tokens: the first in chunks of 16, the others decoded, which seals a block and opens one;
+    all as chunks; beside others in chunks and in padded graphs.
     """
     driver, every = make_driver(path)
     driver.add("a", prompt_of(0, num_first), max_tokens=35 - num_first)
-    driver.run()
+    driver.run(chunk_tokens=16)
     wanted, pages = every.found[0], driver.pages("a")
     tokens = prompt_of(0, num_first) + driver.tokens["a"]
     assert sorted(wanted) == list(range(34))
 
-    for chunk in (16, 512):
+    for chunk in chunks:
         driver, every = make_driver(path)
         driver.add("a", tokens[:-1], max_tokens=1)
         driver.run(chunk_tokens=chunk)
@@ -174,16 +180,9 @@ def attended(step: Step, runs: Tensor) -> Tensor:
     return out
 
 
-@pytest.mark.parametrize(
-    ("codec", "block_size"),
-    [
-        ("fp8_e4m3", 16),
-        *(
-            pytest.param(codec, size, marks=pytest.mark.slow)
-            for codec, size in (("int4", 16), ("fp32", 16), ("fp8_e4m3", 32), ("bf16", 32))
-        ),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("codec", ["fp8_e4m3", "int4", "fp32"])
+@pytest.mark.parametrize("block_size", [16, 32])
 def test_one_kernel_attends_for_all_runs(codec: str, block_size: int) -> None:
     step = make_step(codec, block_size)
     pages = step.pool.packed, step.pool.exact, step.layout, step.offsets, 1
@@ -222,3 +221,46 @@ def test_a_decode_that_opens_a_page_leaves_nothing_of_what_it_held() -> None:
     stored = reference.exact_slices(pool.exact, layout)[1, 0]
     assert stored[:, :, 0].eq(1).all()
     assert stored[:, :, 1:].eq(0).all()
+
+
+class Unsteady:
+    """A backend whose logits differ a little from step to step."""
+
+    def __init__(self, backend: Backend, *, is_batch_invariant: bool) -> None:
+        self._backend, self.is_batch_invariant, self._times = backend, is_batch_invariant, 0
+
+    def logits(self, wanted: NDArray[np.int64]) -> Tensor:
+        self._times += 1
+        return self._backend.logits(wanted) + 1e-4 * (self._times % 7)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._backend, name)
+
+
+def test_the_self_test_demands_bits_of_who_promises_them(path: Path) -> None:
+    runner = make_runner(path)
+    backend = runner._backend
+    assert backend.is_batch_invariant
+    runner._backend = Unsteady(backend, is_batch_invariant=False)
+    runner.self_test()
+    runner._backend = Unsteady(backend, is_batch_invariant=True)
+    with pytest.raises(InternalError, match="other bits"):
+        runner.self_test()
+
+
+def test_a_cpu_keeps_the_promise_anyway(path: Path) -> None:
+    plain, invariant = make_runner(path), make_runner(path, batch_invariant=True)
+    assert plain.layout_fingerprint == invariant.layout_fingerprint
+    assert invariant.arithmetic == ""
+
+
+def test_gpus_of_other_kinds_or_types_do_not_promise_the_same_bits(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = ModelConfig.load(path)
+    found = []
+    for capability in ((8, 6), (9, 0)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda it=capability: it)
+        found += [gpu_arithmetic(dtype, config) for dtype in ("auto", "bfloat16", "float16")]
+    assert found[3:] == ["sm_90 in bfloat16", "sm_90 in bfloat16", "sm_90 in float16"]
+    assert len(set(found)) == 4
