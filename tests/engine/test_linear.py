@@ -89,17 +89,11 @@ def test_fp8_weights_need_a_gpu_that_multiplies_them(capability: tuple[int, int]
         check_fp8(torch.bfloat16, capability)
 
 
-class DequantisedLinear:
+def dequantised(linear: Fp8Linear, x: Tensor) -> Tensor:
     """The plain definition: a product of the values that codes and scales stand for."""
-
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        self._linear = Fp8Linear.of(weight, bias)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        linear = self._linear
-        codes, scales = reference.quantise_rows(x)
-        out = (codes.float() * scales) @ (linear.weight.float() * linear.scales.T).T
-        return (out if linear.bias is None else out + linear.bias).to(x.dtype)
+    codes, scales = reference.quantise_rows(x)
+    out = (codes.float() * scales) @ (linear.weight.float() * linear.scales.T).T
+    return (out if linear.bias is None else out + linear.bias).to(x.dtype)
 
 
 def test_a_model_with_fp8_weights_computes_with_what_its_codes_stand_for(
@@ -109,21 +103,23 @@ def test_a_model_with_fp8_weights_computes_with_what_its_codes_stand_for(
     path = make_tiny_model(tmp_path, "qwen2", num_hidden_layers=1, **sizes).path
     logits = []
     # in fp32: Triton's interpreter multiplies the bits of bf16 operands as integers
-    for weight_dtype in ("auto", "fp8", "as defined"):
-        if weight_dtype == "as defined":
-            monkeypatch.setattr("common.engine.linear.PlainLinear", DequantisedLinear)
+    for kind in ("auto", "fp8", "fp8, batch-invariant", "fp8, as defined"):
+        if kind == "fp8, as defined":
+            monkeypatch.setattr(Fp8Linear, "__call__", dequantised)
         runner = make_runner(path, num_blocks=16, num_exact=4, codec="bf16")
         offsets, _ = open_offsets(path, runner.config, runner.layout)
         checkpoint = Checkpoint.open(path)
         runner._backend = TritonModel(
-            runner.config, checkpoint, runner.pool, offsets, torch.float32, weight_dtype
-        )
+            runner.config, checkpoint, runner.pool, offsets, torch.float32, kind.split(",")[0],
+            is_batch_invariant=kind == "fp8, batch-invariant",
+        )  # fmt: skip
         driver = Driver(runner)
         driver.add("a", list(range(3, 8)), max_tokens=1)
         driver.run()
         logits.append(torch.from_numpy(driver.logits["a"][0]))
-    plain, fp8, defined = logits
-    torch.testing.assert_close(fp8, defined, rtol=1e-4, atol=1e-4)
+    plain, fp8, invariant, defined = logits
+    for found in (fp8, invariant):
+        torch.testing.assert_close(found, defined, rtol=1e-4, atol=1e-4)
     assert 0.99 < float(torch.cosine_similarity(fp8, plain, dim=0)) < 0.9999
 
 

@@ -11,16 +11,18 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from common.engine.backend import Backend
+from common.engine.backend import Backend, gpu_arithmetic
 from common.engine.batch import StepBatch
 from common.engine.graphed_model import GraphedModel
 from common.engine.offsets import open_offsets
 from common.engine.pools import PageArena
 from common.engine.triton_model import TritonModel
 from common.engine.weights import Checkpoint
+from common.errors import InternalError
 from common.kernels import reference
 from common.kernels.gpu.decode import Partials, decode_attention
 from common.kernels.gpu.store import rotate_and_store
+from common.model_config import ModelConfig
 from tests.engine.conftest import make_runner
 from tests.engine.driver import Driver
 from tests.engine.tiny_models import give_offsets, make_tiny_model
@@ -178,16 +180,9 @@ def attended(step: Step, runs: Tensor) -> Tensor:
     return out
 
 
-@pytest.mark.parametrize(
-    ("codec", "block_size"),
-    [
-        ("fp8_e4m3", 16),
-        *(
-            pytest.param(codec, size, marks=pytest.mark.slow)
-            for codec, size in (("int4", 16), ("fp32", 16), ("fp8_e4m3", 32), ("bf16", 32))
-        ),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("codec", ["fp8_e4m3", "int4", "fp32"])
+@pytest.mark.parametrize("block_size", [16, 32])
 def test_one_kernel_attends_for_all_runs(codec: str, block_size: int) -> None:
     step = make_step(codec, block_size)
     pages = step.pool.packed, step.pool.exact, step.layout, step.offsets, 1
@@ -226,3 +221,46 @@ def test_a_decode_that_opens_a_page_leaves_nothing_of_what_it_held() -> None:
     stored = reference.exact_slices(pool.exact, layout)[1, 0]
     assert stored[:, :, 0].eq(1).all()
     assert stored[:, :, 1:].eq(0).all()
+
+
+class Unsteady:
+    """A backend whose logits differ a little from step to step."""
+
+    def __init__(self, backend: Backend, *, is_batch_invariant: bool) -> None:
+        self._backend, self.is_batch_invariant, self._times = backend, is_batch_invariant, 0
+
+    def logits(self, wanted: NDArray[np.int64]) -> Tensor:
+        self._times += 1
+        return self._backend.logits(wanted) + 1e-4 * (self._times % 7)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._backend, name)
+
+
+def test_the_self_test_demands_bits_of_who_promises_them(path: Path) -> None:
+    runner = make_runner(path)
+    backend = runner._backend
+    assert backend.is_batch_invariant
+    runner._backend = Unsteady(backend, is_batch_invariant=False)
+    runner.self_test()
+    runner._backend = Unsteady(backend, is_batch_invariant=True)
+    with pytest.raises(InternalError, match="other bits"):
+        runner.self_test()
+
+
+def test_a_cpu_keeps_the_promise_anyway(path: Path) -> None:
+    plain, invariant = make_runner(path), make_runner(path, batch_invariant=True)
+    assert plain.layout_fingerprint == invariant.layout_fingerprint
+    assert invariant.arithmetic == ""
+
+
+def test_gpus_of_other_kinds_or_types_do_not_promise_the_same_bits(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = ModelConfig.load(path)
+    found = []
+    for capability in ((8, 6), (9, 0)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda it=capability: it)
+        found += [gpu_arithmetic(dtype, config) for dtype in ("auto", "bfloat16", "float16")]
+    assert found[3:] == ["sm_90 in bfloat16", "sm_90 in bfloat16", "sm_90 in float16"]
+    assert len(set(found)) == 4
