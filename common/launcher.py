@@ -241,12 +241,16 @@ class Launch:
         )
 
     def code_after(self, name: str) -> int | None:
-        """None while what is left can serve; 2 when a child refused its configuration."""
+        """None while what is left can serve; 2 when a child refused its configuration, as it would
+        do again: then that is for whoever started this to change.
+        """
+        if self.children[name].returncode == 2:
+            return 2
         if name != "router" and any(self.plans[other].generates for other in self.alive()):
             return None
         if name != "router" and "router" in self.alive():
             self.output.say("no worker is left that generates; stopping")
-        return 2 if self.children[name].returncode == 2 else 1
+        return 1
 
     async def stop(self, code: int) -> int:
         """Router first, so that it drains while workers still answer; then the workers."""

@@ -34,7 +34,7 @@ def run(config: PlanConfig, report: Report) -> int:
     console = Console(width=WIDTH)
     console.print(table_of(plan, config, workload))
     for line in advice(plan, config):
-        console.print(line)
+        console.print(line, soft_wrap=True)  # commands are copied
     if config.json is not None:
         content = json.dumps(numbers_of(plan, config), indent=1)
         Path(config.json).write_text(content + "\n", encoding="utf-8")
@@ -175,10 +175,11 @@ def advice(plan: Plan, config: PlanConfig) -> list[str]:
         ]
     deployment = chosen.deployment
     options = f"--chunk-tokens {deployment.chunk} --kv-codec {deployment.codec}"
-    line = f"Recommended: {deployment.shape} ({chosen.num_gpus} GPUs), {options}"
+    gpus = "1 GPU" if chosen.num_gpus == 1 else f"{chosen.num_gpus} GPUs"
+    line = f"Recommended: {deployment.shape} ({gpus}), {options}"
     if config.tp == 1:
         line += (
-            f"; on one machine: tandem serve --prefill {deployment.prefill} --decode"
+            f"; on one machine:\ntandem serve --prefill {deployment.prefill} --decode"
             f" {deployment.decode} --colocated {deployment.colocated} {options}"
         )
     else:

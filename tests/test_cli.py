@@ -274,8 +274,11 @@ def test_without_any_worker_that_generates_the_launcher_gives_up(launch: Launch)
     assert "no worker is left that generates" in err
 
 
-def test_a_refused_configuration_is_exit_code_2(launch: Launch) -> None:
-    assert launch(router={"exit": 2}).finish()[0] == 2
+@pytest.mark.parametrize("role", ["router", "prefill", "decode"])
+def test_a_refused_configuration_ends_everything_with_exit_code_2(
+    launch: Launch, role: str
+) -> None:
+    assert launch(**{role: {"exit": 2}}).finish()[0] == 2
 
 
 def test_a_dead_router_ends_everything(launch: Launch) -> None:
