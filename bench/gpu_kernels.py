@@ -223,42 +223,48 @@ class _Attention:
 
 
 def chunk_attention_case(at: Setting) -> Case:
-    shape, num_blocks = at.shape, blocks_of(at.shape.chunk)
-    job = _Attention.of(at, mixed_batch(shape.chunk, 0, 0, num_blocks), 1, num_blocks)
+    shape = at.shape
     keys, values = at.randn(2, 1, shape.num_kv_heads, shape.chunk, shape.head_dim)
     queries = at.randn(1, shape.num_heads, shape.chunk, shape.head_dim)
 
-    def run() -> Tensor:
+    def attend(job: _Attention) -> None:
         attention(
             job.q, job.k, job.v, job.step.chunk_runs, job.step.tables, *job.pages,
             MAX_RUN_TOKENS, job.out,
         )  # fmt: skip
-        return job.out
 
-    return Case(
-        run=run,
-        outcome=lambda: [run()],
-        reference=lambda: job.wanted(job.step.chunk_runs),
-        num_bytes=0.0,
-        num_flops=4.0 * shape.num_heads * shape.head_dim * shape.chunk * (shape.chunk + 1) / 2,
-        peer=lambda: F.scaled_dot_product_attention(
+    return _chunk_case(
+        at,
+        attend,
+        lambda: F.scaled_dot_product_attention(
             queries, keys, values, is_causal=True, enable_gqa=True
         ),
     )
 
 
 def invariant_attention_case(at: Setting) -> Case:
-    """The chunk of `chunk_attention_case`, by the kernel that serves all rows."""
-    shape, num_blocks = at.shape, blocks_of(at.shape.chunk)
-    job = _Attention.of(at, mixed_batch(shape.chunk, 0, 0, num_blocks), 1, num_blocks)
-    device = torch.device(at.device)
+    """The same chunk by the kernel that serves all rows."""
+    shape, device = at.shape, torch.device(at.device)
     partials = Partials.allocate(shape.chunk, shape.num_heads, shape.head_dim, device)
 
-    def run() -> Tensor:
+    def attend(job: _Attention) -> None:
         decode_attention(
             job.q, job.k, job.v, job.step.chunk_runs, job.step.tables, *job.pages,
             partials, job.out, max_run_tokens=MAX_RUN_TOKENS, is_invariant=True,
         )  # fmt: skip
+
+    return _chunk_case(at, attend, None)
+
+
+def _chunk_case(
+    at: Setting, attend: Callable[[_Attention], None], peer: Callable[[], Tensor] | None
+) -> Case:
+    """A chunk from position 0 on; `attend` fills the job's `out`."""
+    shape, num_blocks = at.shape, blocks_of(at.shape.chunk)
+    job = _Attention.of(at, mixed_batch(shape.chunk, 0, 0, num_blocks), 1, num_blocks)
+
+    def run() -> Tensor:
+        attend(job)
         return job.out
 
     return Case(
@@ -267,6 +273,7 @@ def invariant_attention_case(at: Setting) -> Case:
         reference=lambda: job.wanted(job.step.chunk_runs),
         num_bytes=0.0,
         num_flops=4.0 * shape.num_heads * shape.head_dim * shape.chunk * (shape.chunk + 1) / 2,
+        peer=peer,
     )
 
 

@@ -6,6 +6,7 @@ result = launched.result()         # in whatever thread: waits for the device, n
 
 import time
 from dataclasses import dataclass, field
+from itertools import compress
 from typing import Any
 
 import numpy as np
@@ -19,16 +20,12 @@ from common.types import OutputKey, PromptLogprobs
 
 class StepClock:
     """Measures on the device's own clock where it has one: beside another step, the time between
-    launch and result would count that one too.
+    launch and result would count that one too. Begins when it is made.
     """
 
     def __init__(self, *, is_cuda: bool) -> None:
         self._is_cuda = is_cuda
         self._begin, self._end = self._now(), None
-
-    @classmethod
-    def start(cls, *, is_cuda: bool) -> "StepClock":
-        return cls(is_cuda=is_cuda)
 
     def stop(self) -> None:
         """When all of the step is launched."""
@@ -96,18 +93,14 @@ class LaunchedStep:
                 step=self.step, prompt_logprobs=self.scores, duration_s=self.clock.seconds()
             )
         sampled = self.sampled()
-        rows = list(zip(self.keys, sampled.token_ids.tolist(), sampled.logprobs, strict=True))
-        bad: dict[OutputKey, None] = {}
-        if not sampled.is_finite.all():
-            is_finite = sampled.is_finite.tolist()
-            bad = {key: None for (key, _, _), good in zip(rows, is_finite, strict=True) if not good}
-            rows = [row for row, good in zip(rows, is_finite, strict=True) if good]
+        good = sampled.is_finite.tolist()
+        bad = compress(self.keys, (~sampled.is_finite).tolist())
         return StepResult(
             step=self.step,
-            keys=tuple(key for key, _, _ in rows),
-            token_ids=tuple(token_id for _, token_id, _ in rows),
-            logprobs=tuple(logprobs for _, _, logprobs in rows),
-            failed=tuple(bad),
+            keys=tuple(compress(self.keys, good)),
+            token_ids=tuple(compress(sampled.token_ids.tolist(), good)),
+            logprobs=tuple(compress(sampled.logprobs, good)),
+            failed=tuple(dict.fromkeys(bad)),
             failed_grammars=tuple(self._failed.items()),
             prompt_logprobs=self.scores,
             duration_s=self.clock.seconds(),

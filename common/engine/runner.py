@@ -145,7 +145,7 @@ class ModelRunner:
         once those of the step before have been read: grammars and penalties need them; the device
         computes meanwhile.
         """
-        clock = StepClock.start(is_cuda=self.pool.packed.is_cuda)
+        clock = StepClock(is_cuda=self.pool.packed.is_cuda)
         self._prepare(plan)
         batch = None
         if plan.chunks or plan.decodes:
