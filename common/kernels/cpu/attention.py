@@ -13,13 +13,16 @@ import numpy as np
 from numba import njit
 from torch import Tensor
 
+from common.kernels.cpu.byte_tile import accumulate_bytes, is_byte, is_finite, score_bytes
 from common.kernels.cpu.matmul import F32_WEIGHTS, tile
 from common.kernels.cpu.pages import (
     block_offset,
+    byte_scale,
     bytes_of,
     load_exact,
     load_packed,
     pages_of,
+    scale_place,
     transpose_rows,
 )
 from common.kernels.cpu.simd import (
@@ -104,13 +107,13 @@ def _score(q, rows, head_dim, keys, out):
     while r < rows:
         at, to = q + r * step, out + r * 64
         if r + 6 <= rows:
-            tile(at, step, keys, 0, 64, head_dim, to, 64, 0, 6, 1, F32_WEIGHTS)
+            tile(at, step, keys, 0, 64, head_dim, to, 64, 0, 0, 0, 6, 1, F32_WEIGHTS)
             r += 6
         elif r + 3 <= rows:
-            tile(at, step, keys, 0, 64, head_dim, to, 64, 0, 3, 1, F32_WEIGHTS)
+            tile(at, step, keys, 0, 64, head_dim, to, 64, 0, 0, 0, 3, 1, F32_WEIGHTS)
             r += 3
         else:
-            tile(at, step, keys, 0, 64, head_dim, to, 64, 0, 1, 1, F32_WEIGHTS)
+            tile(at, step, keys, 0, 64, head_dim, to, 64, 0, 0, 0, 1, 1, F32_WEIGHTS)
             r += 1
 
 
@@ -123,13 +126,13 @@ def _accumulate(weights, rows, values, head_dim, out, factors):
         while r < rows:
             at, v, to, f = weights + r * 64, values + d, out + r * step + d, factors + r * 4
             if r + 6 <= rows:
-                tile(at, 64, v, 0, step, GRANULE, to, step, f, 6, 1, F32_WEIGHTS)
+                tile(at, 64, v, 0, step, GRANULE, to, step, f, 0, 0, 6, 1, F32_WEIGHTS)
                 r += 6
             elif r + 3 <= rows:
-                tile(at, 64, v, 0, step, GRANULE, to, step, f, 3, 1, F32_WEIGHTS)
+                tile(at, 64, v, 0, step, GRANULE, to, step, f, 0, 0, 3, 1, F32_WEIGHTS)
                 r += 3
             else:
-                tile(at, 64, v, 0, step, GRANULE, to, step, f, 1, 1, F32_WEIGHTS)
+                tile(at, 64, v, 0, step, GRANULE, to, step, f, 0, 0, 1, 1, F32_WEIGHTS)
                 r += 1
 
 
@@ -171,6 +174,52 @@ def _visit(state, first, last, group, head_dim, position, block_start, block_siz
                 state.scores + r * 64, visible, largests + at, sums + at, state.factors + at
             )
         _accumulate(state.scores, rows, state.values + offset, head_dim, out, state.factors)
+
+
+@njit(nogil=True)
+def _is_plain(page_number, pages, slice_index):
+    """Whether one head's K and V in a packed page are of one byte each, and none is NaN."""
+    if not is_byte(pages.packed_kind):
+        return False
+    size = pages.block_size * pages.head_dim
+    k_at = pages.packed + page_number * pages.packed_bytes + slice_index * size
+    v_at = k_at + pages.num_heads * size
+    kind = pages.packed_kind
+    return is_finite(kind, k_at, size) and is_finite(kind, v_at, size)
+
+
+@njit(nogil=True)
+def _visit_bytes(state, page_number, pages, slice_index, block, group):
+    """The run's only token sees a packed page of one-byte elements, which are widened on the way.
+
+    Bits are those of `_load_packed_page` and `_visit`.
+    """
+    head_dim, kind, v_slice = pages.head_dim, pages.packed_kind, slice_index + pages.num_heads
+    page = pages.packed + page_number * pages.packed_bytes
+    k_offset = block_offset(pages, slice_index, block, state.offset)
+    k_scale = byte_scale(scale_place(page, slice_index, pages), kind)
+    v_offset = block_offset(pages, v_slice, block, state.offset)
+    v_scale = byte_scale(scale_place(page, v_slice, pages), kind)
+    slice_bytes = pages.block_size * head_dim
+    for granule in range(0, slice_bytes, GRANULE * head_dim):
+        keys = page + slice_index * slice_bytes + granule
+        score_bytes(
+            kind, state.q, group, keys, head_dim, k_scale, k_offset, state.keys, state.scores
+        )
+        for r in range(group):
+            at = r * 4
+            _softmax_step(
+                state.scores + r * 64,
+                GRANULE,
+                state.largests + at,
+                state.sums + at,
+                state.factors + at,
+            )
+        values = page + v_slice * slice_bytes + granule
+        accumulate_bytes(
+            kind, state.scores, group, values, head_dim, v_scale, v_offset, state.out,
+            state.factors,
+        )  # fmt: skip
 
 
 @njit(nogil=True)
@@ -272,6 +321,9 @@ def attend(run, table, pages, slice_index, group, scratch):
         if block == 0:
             _load_exact_page(table[0], pages, slice_index, state)
             _visit(state, 0, count, group, head_dim, position, start, block_size)
+            continue
+        if last < count and count == 1 and _is_plain(table[block], pages, slice_index):
+            _visit_bytes(state, table[block], pages, slice_index, block, group)
             continue
         if last < count:
             _load_packed_page(table[block], pages, slice_index, block, state)

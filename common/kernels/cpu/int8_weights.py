@@ -236,15 +236,15 @@ def _slice_rows(start):
             at, to = x + r * x_stride, out + r * out_stride
             count = tile_rows(rows - r)
             if count == 6:
-                tile(at, x_stride, wide, 0, 64, k, to, out_stride, start, 6, 1, F32_WEIGHTS)
+                tile(at, x_stride, wide, 0, 64, k, to, out_stride, start, 0, 0, 6, 1, F32_WEIGHTS)
             elif count == 4:
-                tile(at, x_stride, wide, 0, 64, k, to, out_stride, start, 4, 1, F32_WEIGHTS)
+                tile(at, x_stride, wide, 0, 64, k, to, out_stride, start, 0, 0, 4, 1, F32_WEIGHTS)
             elif count == 3:
-                tile(at, x_stride, wide, 0, 64, k, to, out_stride, start, 3, 1, F32_WEIGHTS)
+                tile(at, x_stride, wide, 0, 64, k, to, out_stride, start, 0, 0, 3, 1, F32_WEIGHTS)
             elif count == 2:
-                tile(at, x_stride, wide, 0, 64, k, to, out_stride, start, 2, 1, F32_WEIGHTS)
+                tile(at, x_stride, wide, 0, 64, k, to, out_stride, start, 0, 0, 2, 1, F32_WEIGHTS)
             else:
-                tile(at, x_stride, wide, 0, 64, k, to, out_stride, start, 1, 1, F32_WEIGHTS)
+                tile(at, x_stride, wide, 0, 64, k, to, out_stride, start, 0, 0, 1, 1, F32_WEIGHTS)
             r += count
 
     return run

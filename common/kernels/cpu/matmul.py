@@ -56,6 +56,8 @@ def tile(
     out,
     out_stride,
     factors,
+    ahead,
+    ahead_step,
     rows,
     panels,
     kind,
@@ -64,17 +66,19 @@ def tile(
 
     Addresses and strides in bytes; the last three are literal. `factors` is the address of one
     float per row, by which the old `out` is multiplied before the sum goes on from there; the
-    literal 0 starts from zero, the literal 1 from `out` as it is.
+    literal 0 starts from zero, the literal 1 from `out` as it is. On the way cache lines are asked
+    for, from address `ahead` on, `ahead_step` bytes further for every k; with the literal 0 none.
     """
     if not all(isinstance(a, types.IntegerLiteral) for a in (rows, panels, kind)):
         return None
     num_rows, num_panels, width = rows.literal_value, panels.literal_value, kind.literal_value
-    prefetches = not isinstance(panel_stride, types.IntegerLiteral)
+    prefetches = not isinstance(ahead, types.IntegerLiteral)
     start = factors.literal_value if isinstance(factors, types.IntegerLiteral) else None
     element = 4 if width == F32_WEIGHTS else 2
 
     def codegen(context, builder, signature, args):
         x_at, x_step, w_at, w_step, k_step, k_end, out_at, out_step, factor_at = args[:9]
+        ahead_at, ahead_by = args[9:11]
         row_at = [
             builder.add(x_at, builder.mul(x_step, ir.Constant(I64, r))) for r in range(num_rows)
         ]
@@ -103,9 +107,8 @@ def tile(
         sums = [[builder.phi(V8F) for _ in range(2 * num_panels)] for _ in range(num_rows)]
         x_offset = builder.mul(index, ir.Constant(I64, 4))
         w_offset = builder.mul(index, k_step)
-        for p in range(num_panels if prefetches else 0):
-            ahead = builder.add(builder.add(panel_at[p], w_offset), w_step)
-            call_prefetch(builder, ahead)
+        if prefetches:
+            call_prefetch(builder, builder.add(ahead_at, builder.mul(index, ahead_by)))
         weights = [
             load_weights(
                 builder,
@@ -139,7 +142,8 @@ def tile(
         return context.get_dummy_value()
 
     last = types.int64 if start is None else factors
-    return types.void(*(types.int64,) * 8, last, rows, panels, kind), codegen
+    asked = (types.int64, types.int64) if prefetches else (ahead, types.int64)
+    return types.void(*(types.int64,) * 8, last, *asked, rows, panels, kind), codegen
 
 
 @njit(nogil=True)
@@ -159,36 +163,39 @@ def tile_rows(left):
 
 def _panel_rows(kind):
     """The product of `rows` rows of x and `panels` consecutive panels, for one width of weights."""
-    k_stride = 64 if kind == F32_WEIGHTS else 32
+    line = 64 if kind == F32_WEIGHTS else 32
 
     @njit(nogil=True)
     def run(x, x_stride, w, k, out, out_stride, rows, panels):
-        step = k * k_stride
+        step = k * line
         panel = 0
+        # each pass over a panel asks for a part of the next one, so that memory is always busy
+        by = line // -(-rows // 6)
         if rows <= 2:  # few rows: several panels at once, for enough independent sums
             while panel + 4 <= panels:
                 at, to = w + panel * step, out + panel * 64
                 for r in range(rows):
                     xr, o = x + r * x_stride, to + r * out_stride
-                    tile(xr, x_stride, at, step, k_stride, k, o, out_stride, 0, 1, 4, kind)
+                    tile(xr, x_stride, at, step, line, k, o, out_stride, 0, 0, 0, 1, 4, kind)
                 panel += 4
         while panel < panels:
             at, to = w + panel * step, out + panel * 64
-            r = 0
+            r, ahead = 0, at + step
             while r < rows:
                 xr, o = x + r * x_stride, to + r * out_stride
                 count = tile_rows(rows - r)
                 if count == 6:
-                    tile(xr, x_stride, at, step, k_stride, k, o, out_stride, 0, 6, 1, kind)
+                    tile(xr, x_stride, at, step, line, k, o, out_stride, 0, ahead, by, 6, 1, kind)
                 elif count == 4:
-                    tile(xr, x_stride, at, step, k_stride, k, o, out_stride, 0, 4, 1, kind)
+                    tile(xr, x_stride, at, step, line, k, o, out_stride, 0, ahead, by, 4, 1, kind)
                 elif count == 3:
-                    tile(xr, x_stride, at, step, k_stride, k, o, out_stride, 0, 3, 1, kind)
+                    tile(xr, x_stride, at, step, line, k, o, out_stride, 0, ahead, by, 3, 1, kind)
                 elif count == 2:
-                    tile(xr, x_stride, at, step, k_stride, k, o, out_stride, 0, 2, 1, kind)
+                    tile(xr, x_stride, at, step, line, k, o, out_stride, 0, ahead, by, 2, 1, kind)
                 else:
-                    tile(xr, x_stride, at, step, k_stride, k, o, out_stride, 0, 1, 1, kind)
+                    tile(xr, x_stride, at, step, line, k, o, out_stride, 0, ahead, by, 1, 1, kind)
                 r += count
+                ahead += k * by
             panel += 1
 
     return run

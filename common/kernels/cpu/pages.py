@@ -358,6 +358,15 @@ def _load_int4_v(at, scale_at, pages, offset, out):
 
 
 @njit(nogil=True)
+def byte_scale(scale_at, kind):
+    """What an element of one byte is multiplied by."""
+    if kind == INT8:
+        return get_f32(scale_at)
+    scale = scale_of(np.int64(get_u8(scale_at)))
+    return scale * np.float32(256.0) if kind == E4M3 else scale
+
+
+@njit(nogil=True)
 def load_packed(page, slice_index, pages, offset, out):
     """A slice of a packed page as fp32 rows [block_size, head_dim] at `out`, the floats [head_dim]
     at `offset` added when it is quantised.
@@ -366,17 +375,17 @@ def load_packed(page, slice_index, pages, offset, out):
     at = page + slice_index * bytes_of(size, kind)
     scale_at = scale_place(page, slice_index, pages)
     if kind == E4M3:
-        factor = scale_of(np.int64(get_u8(scale_at))) * np.float32(256.0)
+        factor = byte_scale(scale_at, kind)
         for row in range(0, size, pages.head_dim):
             for i in range(0, pages.head_dim, 16):
                 widen_e4m3(at + row + i, factor, offset + i * 4, out + (row + i) * 4)
     elif kind == E5M2:
-        factor = scale_of(np.int64(get_u8(scale_at)))
+        factor = byte_scale(scale_at, kind)
         for row in range(0, size, pages.head_dim):
             for i in range(0, pages.head_dim, 16):
                 widen_e5m2(at + row + i, factor, offset + i * 4, out + (row + i) * 4)
     elif kind == INT8:
-        factor = get_f32(scale_at)
+        factor = byte_scale(scale_at, kind)
         for row in range(0, size, pages.head_dim):
             for i in range(0, pages.head_dim, 16):
                 widen_int8(at + row + i, factor, offset + i * 4, out + (row + i) * 4)

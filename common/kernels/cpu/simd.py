@@ -368,36 +368,47 @@ def _halves(builder, bits):
     return [builder.fpext(_half(builder, halves, first, 8), V8F) for first in (0, 8)]
 
 
-def _from_e4m3(builder, data):
+def finite_e4m3(builder, data):
     """2^-8 of each number: moved into the bits of an fp16 it is that, subnormal or not, and the
-    processor widens fp16 without the penalty that fp32 subnormals have. 0x7F and 0xFF are NaN.
+    processor widens fp16 without the penalty that fp32 subnormals have.
     """
+    return _halves(builder, _e4m3_as_fp16(builder, data))
 
-    def number(value):
-        return ir.Constant(V16H, [value] * 16)
 
-    bits = builder.shl(builder.sext(data, V16H), number(7))
-    bits = builder.and_(bits, number(0xBFFF - 0x10000))
-    is_nan = builder.icmp_signed("==", builder.and_(bits, number(0x3F80)), number(0x3F80))
+def _e4m3_as_fp16(builder, data):
+    bits = builder.shl(builder.sext(data, V16H), ir.Constant(V16H, [7] * 16))
+    return builder.and_(bits, ir.Constant(V16H, [0xBFFF - 0x10000] * 16))
+
+
+def _from_e4m3(builder, data):
+    """The same, and 0x7F and 0xFF are NaN."""
+    bits, all_ones = _e4m3_as_fp16(builder, data), ir.Constant(V16H, [0x3F80] * 16)
+    is_nan = builder.icmp_signed("==", builder.and_(bits, all_ones), all_ones)
     return _halves(builder, builder.or_(bits, builder.sext(is_nan, V16H)))
 
 
-def _from_e5m2(builder, data):
+def from_e5m2(builder, data):
     """An e5m2 number is the upper half of an fp16."""
     return _halves(builder, builder.shl(builder.zext(data, V16H), ir.Constant(V16H, [8] * 16)))
 
 
+def finite_int8(builder, data):
+    for first in (0, 8):
+        yield builder.sitofp(builder.sext(_half(builder, data, first, 8), V8I), V8F)
+
+
 def _from_int8(builder, data):
     """-128 is NaN."""
-    for first in (0, 8):
-        whole = builder.sext(_half(builder, data, first, 8), V8I)
-        is_nan = builder.icmp_signed("==", whole, constant(V8I, -128))
-        yield builder.select(is_nan, constant(V8F, float("nan")), builder.sitofp(whole, V8F))
+    for first, number in zip((0, 8), finite_int8(builder, data), strict=True):
+        kind = ir.VectorType(ir.IntType(8), 8)
+        odd = ir.Constant(kind, [-128] * 8)
+        is_nan = builder.icmp_signed("==", _half(builder, data, first, 8), odd)
+        yield builder.select(is_nan, constant(V8F, float("nan")), number)
 
 
 widen_e4m3 = _widening(_from_e4m3)
 """`scale` is 256 times the block's."""
-widen_e5m2 = _widening(_from_e5m2)
+widen_e5m2 = _widening(from_e5m2)
 widen_int8 = _widening(_from_int8)
 
 
