@@ -29,8 +29,10 @@ from common.scheduling.plan import PageKind
 TAG_BYTES: Final = 64
 TAG_MAGIC: Final = 0x544B5632  # "TKV2": a page of this record format, version 2
 NO_FINGERPRINT: Final = bytes(16)
-OFFSETS_FILE: Final = "kv_offsets.safetensors"
-"""Beside a model's weights: the means of K and V that common/kernels/offsets.py speaks of."""
+OFFSETS_FILE: Final = "kv_offsets.tandem"
+"""Beside a model's weights: the means of K and V that common/kernels/offsets.py speaks of, as
+safetensors. Not named so, since other servers take every *.safetensors there for weights.
+"""
 
 _TAG = struct.Struct("<16s16sIIQQQ")
 _GOLDEN: Final = 0x9E3779B97F4A7C15

@@ -14,6 +14,7 @@ import anyio
 
 from common.errors import LayoutMismatch, MalformedMessage, PrefillLost, TandemError, WorkerLost
 from common.messages import PROTOCOL_VERSION, LinkReply, LinkRequest
+from common.pages import OFFSETS_FILE
 from common.rpc import Connect, Peer
 from common.scheduling.plan import PageKind
 from common.worker import Identity
@@ -100,7 +101,7 @@ class Links:
                 "--weight-dtype, and --batch-invariant on both or neither (on both it needs the "
                 "same kind of GPU and the same --dtype); where only the offsets differ, run "
                 "`tandem calibrate --model DIR --text FILE` with the same text on both, or copy "
-                "kv_offsets.safetensors from one model directory to the other"
+                f"{OFFSETS_FILE} from one model directory to the other"
             )
         old = self._links.pop(address, None)
         if old is not None and old.incarnation != reply.incarnation:
