@@ -10,6 +10,7 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
+from common.kernels.cpu.loops import Loop
 from common.kernels.cpu.matmul import broadcast, offset
 from common.kernels.cpu.pages import E4M3, E5M2, INT8
 from common.kernels.cpu.simd import (
@@ -20,6 +21,7 @@ from common.kernels.cpu.simd import (
     finite_e4m3,
     finite_int8,
     from_e5m2,
+    spread,
 )
 
 I64 = ir.IntType(64)
@@ -60,33 +62,19 @@ def _has_code(typingctx, at, num_bytes, mask, code):
 
     def codegen(context, builder, signature, args):
         at, num_bytes, mask, code = args
-
-        def splat(value: Any) -> Any:
-            undefined = ir.Constant(V32B, ir.Undefined)
-            value = builder.trunc(value, ir.IntType(8))
-            first = builder.insert_element(undefined, value, ir.Constant(I32, 0))
-            zeros = ir.Constant(ir.VectorType(I32, 32), [0] * 32)
-            return builder.shuffle_vector(first, undefined, zeros)
-
-        masks, codes, none = splat(mask), splat(code), ir.Constant(V32B, [0] * 32)
-        entry = builder.block
-        body = builder.append_basic_block("codes.body")
-        done = builder.append_basic_block("codes.done")
-        builder.branch(body)
-        builder.position_at_end(body)
-        place, found = builder.phi(I64), builder.phi(V32B)
-        data = builder.load(builder.inttoptr(builder.add(at, place), V32B.as_pointer()), align=1)
+        masks, codes = (
+            spread(builder, builder.trunc(value, ir.IntType(8)), V32B) for value in (mask, code)
+        )
+        none = ir.Constant(V32B, [0] * 32)
+        rounds = builder.udiv(num_bytes, ir.Constant(I64, 32))
+        loop = Loop(builder, "codes", rounds, [none])
+        place = builder.add(at, builder.mul(loop.index, ir.Constant(I64, 32)))
+        data = builder.load(builder.inttoptr(place, V32B.as_pointer()), align=1)
         is_code = builder.icmp_signed("==", builder.and_(data, masks), codes)
-        now = builder.or_(found, builder.sext(is_code, V32B))
-        following = builder.add(place, ir.Constant(I64, 32))
-        place.add_incoming(ir.Constant(I64, 0), entry)
-        place.add_incoming(following, body)
-        found.add_incoming(none, entry)
-        found.add_incoming(now, body)
-        builder.cbranch(builder.icmp_signed("<", following, num_bytes), body, done)
-        builder.position_at_end(done)
+        found = builder.or_(loop.values[0], builder.sext(is_code, V32B))
+        loop.close([found])
         whole = ir.IntType(256)
-        return builder.icmp_signed("!=", builder.bitcast(now, whole), ir.Constant(whole, 0))
+        return builder.icmp_signed("!=", builder.bitcast(found, whole), ir.Constant(whole, 0))
 
     return types.boolean(*(types.int64,) * 4), codegen
 
@@ -142,34 +130,23 @@ def byte_tile(
         def floats(at: Any) -> Any:
             return builder.inttoptr(at, V8F.as_pointer())
 
-        old = []
-        for r in range(num_rows):
-            if starts_at_zero:
-                old.append([constant(V8F, 0.0)] * 2)
-                continue
-            factor = broadcast(builder, offset(builder, factor_at, 4 * r))
-            loaded = [
-                builder.load(floats(offset(builder, out_row[r], 32 * j)), align=4) for j in range(2)
+        places = [floats(offset(builder, row, 32 * j)) for row in out_row for j in range(2)]
+        old = [constant(V8F, 0.0)] * len(places)
+        if not starts_at_zero:
+            rows_of = [offset(builder, factor_at, 4 * r) for r in range(num_rows) for _ in range(2)]
+            old = [
+                builder.fmul(builder.load(place, align=4), broadcast(builder, at))
+                for place, at in zip(places, rows_of, strict=True)
             ]
-            old.append([builder.fmul(value, factor) for value in loaded])
-        first = builder.insert_element(ir.Constant(V8F, ir.Undefined), scale, ir.Constant(I32, 0))
-        scales = builder.shuffle_vector(
-            first, ir.Constant(V8F, ir.Undefined), ir.Constant(ir.VectorType(I32, 8), [0] * 8)
-        )
+        scales = spread(builder, scale, V8F)
         if not is_per_k:
             addends = [
                 builder.load(floats(offset(builder, addend, 32 * j)), align=4) for j in range(2)
             ]
-        entry = builder.block
-        body = builder.append_basic_block("bytes.body")
-        done = builder.append_basic_block("bytes.done")
-        builder.branch(body)
-        builder.position_at_end(body)
-        index = builder.phi(I64)
-        sums = [[builder.phi(V8F) for _ in range(2)] for _ in range(num_rows)]
-        at = builder.add(w_at, builder.mul(index, w_step))
+        loop = Loop(builder, "bytes", k_end, old)
+        at = builder.add(w_at, builder.mul(loop.index, w_step))
         data = builder.load(builder.inttoptr(at, V16B.as_pointer()), align=1)
-        by_index = builder.mul(index, ir.Constant(I64, 4))
+        by_index = builder.mul(loop.index, ir.Constant(I64, 4))
         if is_per_k:
             addends = [broadcast(builder, builder.add(addend, by_index))] * 2
         numbers = [
@@ -179,21 +156,11 @@ def byte_tile(
         new = []
         for r in range(num_rows):
             factor = broadcast(builder, builder.add(x_row[r], by_index))
-            new.append(
-                [call_fma(builder, factor, n, s) for n, s in zip(numbers, sums[r], strict=True)]
-            )
-        following = builder.add(index, ir.Constant(I64, 1))
-        index.add_incoming(ir.Constant(I64, 0), entry)
-        index.add_incoming(following, builder.block)
-        for r in range(num_rows):
-            for s, before, after in zip(sums[r], old[r], new[r], strict=True):
-                s.add_incoming(before, entry)
-                s.add_incoming(after, builder.block)
-        builder.cbranch(builder.icmp_signed("<", following, k_end), body, done)
-        builder.position_at_end(done)
-        for r in range(num_rows):
-            for j, value in enumerate(new[r]):
-                builder.store(value, floats(offset(builder, out_row[r], 32 * j)), align=4)
+            sums = loop.values[2 * r : 2 * r + 2]
+            new += [call_fma(builder, factor, n, s) for n, s in zip(numbers, sums, strict=True)]
+        loop.close(new)
+        for place, value in zip(places, new, strict=True):
+            builder.store(value, place, align=4)
         return context.get_dummy_value()
 
     start = factors if starts_at_zero else types.int64

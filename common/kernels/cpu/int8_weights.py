@@ -16,6 +16,7 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
+from common.kernels.cpu.loops import Loop
 from common.kernels.cpu.matmul import (
     BF16_WEIGHTS,
     F32_WEIGHTS,
@@ -50,33 +51,6 @@ def _load_int8(builder: Any, at: Any) -> Any:
     return builder.sitofp(builder.sext(stored, V8I), V8F)
 
 
-class _Loop:
-    """A counted loop over values that go round in registers, the count at least one."""
-
-    def __init__(self, builder: Any, name: str, count: Any, carried: list[Any]) -> None:
-        self._builder = builder
-        self._count = count
-        entry = builder.block
-        self._body = builder.append_basic_block(name)
-        self._done = builder.append_basic_block(name + ".done")
-        builder.branch(self._body)
-        builder.position_at_end(self._body)
-        self.index = builder.phi(I64)
-        self.index.add_incoming(ir.Constant(I64, 0), entry)
-        self.values = [builder.phi(value.type) for value in carried]
-        for phi, value in zip(self.values, carried, strict=True):
-            phi.add_incoming(value, entry)
-
-    def close(self, values: list[Any]) -> None:
-        builder = self._builder
-        following = builder.add(self.index, ir.Constant(I64, 1))
-        self.index.add_incoming(following, builder.block)
-        for phi, value in zip(self.values, values, strict=True):
-            phi.add_incoming(value, builder.block)
-        builder.cbranch(builder.icmp_signed("<", following, self._count), self._body, self._done)
-        builder.position_at_end(self._done)
-
-
 @intrinsic(prefer_literal=True)
 def _tile(typingctx, x, x_stride, w, panel_stride, k, out, out_stride, rows, panels):
     """out[rows, panels * 16] = x[rows, k] @ w[panels]; as `matmul.tile`, for int8 panels."""
@@ -97,7 +71,7 @@ def _tile(typingctx, x, x_stride, w, panel_stride, k, out, out_stride, rows, pan
         num_groups = builder.sdiv(
             builder.add(k_end, ir.Constant(I64, GROUP - 1)), ir.Constant(I64, GROUP)
         )
-        groups = _Loop(builder, "int8.group", num_groups, zeros)
+        groups = Loop(builder, "int8.group", num_groups, zeros)
         first = times(groups.index, GROUP)
         left = builder.sub(k_end, first)
         whole = ir.Constant(I64, GROUP)
@@ -110,7 +84,7 @@ def _tile(typingctx, x, x_stride, w, panel_stride, k, out, out_stride, rows, pan
             for p, half in columns
         ]
         rounds = builder.sdiv(count, ir.Constant(I64, UNROLL))
-        inner = _Loop(builder, "int8.k", rounds, groups.values)
+        inner = Loop(builder, "int8.k", rounds, groups.values)
         sums = inner.values
         w_offset = times(inner.index, UNROLL * PANEL)
         for at in group_at:  # the same place of the next tile's panels
@@ -165,7 +139,7 @@ def _widen_group(typingctx, group, count, to):
             load_weights(builder, offset(builder, group_at, half * 16), BF16_WEIGHTS)
             for half in range(2)
         ]
-        loop = _Loop(builder, "widen", count, [])
+        loop = Loop(builder, "widen", count, [])
         w_at = builder.add(group_at, builder.mul(loop.index, ir.Constant(I64, PANEL)))
         out = builder.add(to, builder.mul(loop.index, ir.Constant(I64, 4 * PANEL)))
         for half, scale in enumerate(scales):

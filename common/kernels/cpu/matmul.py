@@ -14,7 +14,16 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
-from common.kernels.cpu.simd import V8F, V8I, call_fma, call_prefetch, constant, f32x8, store
+from common.kernels.cpu.simd import (
+    V8F,
+    V8I,
+    call_fma,
+    call_prefetch,
+    constant,
+    f32x8,
+    spread,
+    store,
+)
 
 PANEL = 16
 F32_WEIGHTS, BF16_WEIGHTS, F16_WEIGHTS, I8_WEIGHTS = 0, 1, 2, 3
@@ -39,9 +48,7 @@ def offset(builder: Any, base: Any, by: int) -> Any:
 
 def broadcast(builder: Any, at: Any) -> Any:
     value = builder.load(builder.inttoptr(at, ir.FloatType().as_pointer()), align=4)
-    undefined = ir.Constant(V8F, ir.Undefined)
-    first = builder.insert_element(undefined, value, ir.Constant(ir.IntType(32), 0))
-    return builder.shuffle_vector(first, undefined, ir.Constant(V8I, [0] * 8))
+    return spread(builder, value, V8F)
 
 
 @intrinsic(prefer_literal=True)

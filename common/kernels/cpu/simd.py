@@ -40,10 +40,12 @@ def _pointer(builder: Any, address: Any, pointee: Any) -> Any:
     return builder.inttoptr(address, pointee.as_pointer())
 
 
-def _splat(builder: Any, value: Any, vector: Any) -> Any:
-    first = builder.insert_element(ir.Constant(vector, ir.Undefined), value, ir.Constant(I32, 0))
-    zeros = ir.Constant(ir.VectorType(I32, 8), [0] * 8)
-    return builder.shuffle_vector(first, ir.Constant(vector, ir.Undefined), zeros)
+def spread(builder: Any, value: Any, vector: Any) -> Any:
+    """The value in every lane of a vector of this type."""
+    undefined = ir.Constant(vector, ir.Undefined)
+    first = builder.insert_element(undefined, value, ir.Constant(I32, 0))
+    zeros = ir.Constant(ir.VectorType(I32, vector.count), [0] * vector.count)
+    return builder.shuffle_vector(first, undefined, zeros)
 
 
 def constant(vector: Any, value: float) -> Any:
@@ -110,7 +112,7 @@ def splat(typingctx, value):
     """One float in all eight lanes."""
 
     def codegen(context, builder, signature, args):
-        return _splat(builder, args[0], V8F)
+        return spread(builder, args[0], V8F)
 
     return f32x8(types.float32), codegen
 
@@ -120,7 +122,7 @@ def load_splat(typingctx, at):
     """The float at address `at` in all eight lanes."""
 
     def codegen(context, builder, signature, args):
-        return _splat(builder, builder.load(_pointer(builder, args[0], F32), align=4), V8F)
+        return spread(builder, builder.load(_pointer(builder, args[0], F32), align=4), V8F)
 
     return f32x8(types.int64), codegen
 
@@ -219,7 +221,7 @@ def keep_first(typingctx, value, count, otherwise):
     """Lanes below `count` from `value`, the others from `otherwise`."""
 
     def codegen(context, builder, signature, args):
-        limit = _splat(builder, builder.trunc(args[1], I32), V8I)
+        limit = spread(builder, builder.trunc(args[1], I32), V8I)
         index = ir.Constant(V8I, list(range(8)))
         return builder.select(builder.icmp_signed("<", index, limit), args[0], args[2])
 
@@ -346,7 +348,7 @@ def _widening(to_floats):
             at, scale, offset, out = args
             kind = ir.VectorType(ir.IntType(8), 16)
             data = builder.load(_pointer(builder, at, kind), align=1)
-            factor = _splat(builder, scale, V8F)
+            factor = spread(builder, scale, V8F)
             for first, wide in zip((0, 8), to_floats(builder, data), strict=True):
                 by = ir.Constant(ir.IntType(64), first * 4)
                 addend = builder.load(_pointer(builder, builder.add(offset, by), V8F), align=4)
