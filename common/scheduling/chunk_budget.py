@@ -37,6 +37,12 @@ MAX_TOKENS = 2**31
 UNMEASURED_SHARE = 8
 """Of the maximum, while nothing is known of the step's times."""
 
+ROUNDING = 1e-9
+"""Of a time: far more than what sums of step times lose in their last bits, far less than a token.
+A budget goes through seconds and comes back; without this allowance it could come back a token
+short, and a whole block would be lost with it.
+"""
+
 
 def itl_target_s(asked_s: float | None, quiet_s: float, num_prompts: int = 1) -> float:
     """`asked_s`, or what holds without a target while so many prompts wait."""
@@ -72,9 +78,14 @@ def chunk_budget(
 
 
 def tokens_within(times: StepTimes, start: int, room_s: float) -> int:
-    """The most prompt tokens from position `start` on that take at most `room_s`."""
+    """The most prompt tokens from position `start` on that take at most `room_s`.
+
+    The inverse of `chunk_s`: `tokens_within(times, start, chunk_s(times, start, n)) == n` wherever
+    a token takes time.
+    """
     if room_s <= 0:
         return 0
+    room_s *= 1 + ROUNDING
     # pair_s / 2 n^2 + linear n = room_s
     linear = times.prefill_token_s + times.pair_s * (start + 0.5)
     root = math.sqrt(linear * linear + 2 * times.pair_s * room_s)

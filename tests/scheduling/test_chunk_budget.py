@@ -66,6 +66,38 @@ def test_without_a_target_a_slow_device_gives_half_of_its_time() -> None:
     assert budget(CPU, None, 16, 16_000) == budget(CPU, 2 * quiet_s, 16, 16_000) == 32
 
 
+token_times = st.builds(
+    StepTimes,
+    fixed_s=seconds,
+    prefill_token_s=st.floats(1e-9, 1e-2),
+    pair_s=st.one_of(st.just(0.0), st.floats(1e-13, 1e-5)),
+    decode_s=seconds,
+    context_token_s=st.floats(0, 1e-5),
+)
+
+
+@given(token_times, st.integers(0, 1_000_000), st.integers(1, 65_536))
+def test_tokens_come_back_from_seconds_as_the_same_tokens(
+    times: StepTimes, start: int, num_tokens: int
+) -> None:
+    taken_s = chunk_s(times, start, num_tokens)
+    assert tokens_within(times, start, taken_s) == num_tokens
+    short_s = (chunk_s(times, start, num_tokens - 1) + taken_s) / 2
+    assert tokens_within(times, start, short_s) == num_tokens - 1
+
+
+@given(token_times, st.integers(1, 64), st.sampled_from([1, 4, 16, 32]))
+def test_a_room_deals_out_all_the_blocks_of_its_budget(
+    times: StepTimes, num_blocks: int, block_size: int
+) -> None:
+    budget = num_blocks * block_size
+    whole = ChunkRoom.within(times, budget, 0.0, block_size=block_size, max_tokens=1 << 20)
+    assert whole.take(0, 10**9) == budget
+    parts = ChunkRoom.within(times, budget, 0.0, block_size=block_size, max_tokens=1 << 20)
+    dealt = [parts.take(number * block_size, block_size) for number in range(num_blocks)]
+    assert dealt == [block_size] * num_blocks
+
+
 def test_without_a_target_every_waiting_prompt_gets_as_much_time_as_all_decodes() -> None:
     quiet_s = quiet_step_s(CPU, 16, 16_000)  # 46.4 ms
 
