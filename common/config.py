@@ -110,6 +110,12 @@ class RouterConfig:
     request_timeout_s: float = option(
         "a request that takes longer is ended", default=600.0, metavar="SECONDS"
     )
+    keep_alive_s: float = option(
+        "how long an HTTP connection may be silent between two requests; longer than a proxy "
+        "before it waits",
+        default=120.0,
+        metavar="SECONDS",
+    )
     drain_s: float = option(
         "at shutdown, how long running requests may still take", default=30.0, metavar="SECONDS"
     )
@@ -143,6 +149,7 @@ class RouterConfig:
         check_at_least("max_waiting", self.max_waiting, 1)
         check_positive("itl_target", self.itl_target)
         check_positive("request_timeout_s", self.request_timeout_s)
+        check_positive("keep_alive_s", self.keep_alive_s)
         check_positive("drain_s", self.drain_s)
 
 

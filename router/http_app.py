@@ -26,7 +26,7 @@ from router.generation import TextService
 from router.http_anthropic import CountTokens, MessagesEndpoint
 from router.http_exchange import KEY_IN_SCOPE, Endpoint, Exchange, error_body, large_json
 from router.http_generate import ChatEndpoint, CompletionEndpoint, chat_prompt
-from router.http_protocol import HalfCloseProtocol
+from router.http_protocol import HttpProtocol
 from router.http_responses import ResponsesEndpoint
 from router.json_body import is_within, shortened
 from router.kserve_generate import Generate, GenerateStream
@@ -34,7 +34,6 @@ from router.openapi import document
 
 MAX_DETOKENIZED = 262_144
 """Token ids, where the context does not hold more of them."""
-_KEEP_ALIVE_S = 75
 _LARGE = 2048
 _WITHOUT_KEY = ("/health", "/ready", "/v2/health/live", "/v2/health/ready")
 
@@ -343,18 +342,20 @@ class HttpServer(uvicorn.Server):
         yield
 
 
-def make_server(app: ASGIApp, tls: tuple[str, str] | None = None) -> HttpServer:
+def make_server(
+    app: ASGIApp, keep_alive_s: float, tls: tuple[str, str] | None = None
+) -> HttpServer:
     """`tls` is the files of a certificate chain and its key. Raises ConfigError."""
     config = uvicorn.Config(
         app,
-        http=HalfCloseProtocol,
+        http=HttpProtocol,
         ws="none",
         lifespan="off",
         log_config=None,
         access_log=False,
         server_header=False,
         proxy_headers=False,
-        timeout_keep_alive=_KEEP_ALIVE_S,
+        timeout_keep_alive=keep_alive_s,  # type: ignore[arg-type]  # a delay like any other
         timeout_graceful_shutdown=1,
         ssl_certfile=None if tls is None else tls[0],
         ssl_keyfile=None if tls is None else tls[1],

@@ -1,5 +1,13 @@
-"""uvicorn's HTTP protocol, except that a client may close its sending side and still get its
-answer.
+"""uvicorn's HTTP protocol, with three differences.
+
+A client may offer to upgrade (every stock Java client offers HTTP/2): the offer is ignored, as
+RFC 9110 allows, and the request is read as the HTTP/1.1 that it is. uvicorn's parser would stop
+behind its head and lose its body.
+
+An answer of unknown length to HTTP/1.0 (which proxies still speak) ends with the connection, since
+chunks are HTTP/1.1's.
+
+A client may close its sending side and still get its answer.
 
 The end of a client's stream means either "I have sent all" (half-close) or "I am gone"; the two
 look alike until something is written, which a client that is gone answers with a reset. So while
@@ -10,7 +18,9 @@ any disconnect.
 
 import asyncio
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+import httptools
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from common.errors import InvalidRequest
 from router.http_exchange import error_body
@@ -20,8 +30,52 @@ _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 _COMMENT = b"3\r\n:\n\n\r\n"
 
 
-class HalfCloseProtocol(HttpToolsProtocol):
+_OF_AN_UPGRADE = (b"upgrade", b"http2-settings")
+
+
+class HttpProtocol(HttpToolsProtocol):
     _probe: asyncio.TimerHandle | None = None
+
+    def data_received(self, data: bytes) -> None:
+        self._unset_keepalive_if_required()
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserError:
+            self.send_400_response("")
+        except httptools.HttpParserUpgrade as upgrade:
+            # the parser has read the head and no more
+            (head_end,) = upgrade.args
+            self._read_without_upgrade(data[head_end:])
+
+    def on_headers_complete(self) -> None:
+        if not self.parser.should_upgrade():
+            super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        if not self.parser.should_upgrade():
+            super().on_message_complete()
+
+    def _read_without_upgrade(self, rest: bytes) -> None:
+        method = self.parser.get_method()
+        if method == b"CONNECT":
+            self.send_400_response("")
+            return
+        head = [b"%s %s HTTP/1.1" % (method, self.url)]
+        for name, value in self.headers:
+            if name == b"connection":
+                tokens = [token.strip() for token in value.split(b",")]
+                kept = [token for token in tokens if token.lower() not in _OF_AN_UPGRADE]
+                value = b", ".join(kept) or b"keep-alive"
+            if name not in _OF_AN_UPGRADE:
+                head.append(b"%s: %s" % (name, value))
+        self.parser = httptools.HttpRequestParser(self)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
+        self.data_received(b"\r\n".join(head) + b"\r\n\r\n" + rest)
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGIApp) -> None:  # type: ignore[override]
+        if cycle.scope["http_version"] == "1.0":
+            app = _until_close(app, cycle)
+        super()._start_asgi_task(cycle, app)  # type: ignore[arg-type]
 
     def eof_received(self) -> bool:  # type: ignore[override]
         """True keeps the sending side open."""
@@ -58,3 +112,24 @@ class HalfCloseProtocol(HttpToolsProtocol):
         elif cycle.chunked_encoding:
             self.transport.write(_COMMENT)
         self._probe = self.loop.call_later(PROBE_S, self._send_probe)
+
+
+def _until_close(app: ASGIApp, cycle: RequestResponseCycle) -> ASGIApp:
+    """`app`, whose answer without a length is written as it comes."""
+
+    async def run(scope: Scope, receive: Receive, send: Send) -> None:
+        is_unbounded = False
+
+        async def unchunked(message: Message) -> None:
+            nonlocal is_unbounded
+            if message["type"] == "http.response.start":
+                names = [name.lower() for name, _ in message.get("headers", [])]
+                is_unbounded = b"content-length" not in names
+                cycle.chunked_encoding = False if is_unbounded else None
+            elif is_unbounded:
+                cycle.expected_content_length = len(message.get("body", b""))
+            await send(message)
+
+        await app(scope, receive, unchunked)
+
+    return run

@@ -165,7 +165,7 @@ def open_router(
         service=service,
         discovery=discovery,
         http_socket=http_socket,
-        http_server=make_server(make_app(service, MAX_BODY_BYTES), tls),
+        http_server=make_server(make_app(service, MAX_BODY_BYTES), config.keep_alive_s, tls),
         metrics_server=metrics_server,
         grpc_front=grpc_front,
     )
