@@ -61,6 +61,10 @@ class RouterConfig:
     tool_parser: Literal["hermes", "llama3_json", "mistral"] | None = option(
         "how the model writes tool calls", default=None, shown="as its chat template suggests"
     )
+    tool_objects: Literal["closed", "open"] = option(
+        "whether forced calls may have arguments that the tool's schema neither names nor forbids",
+        default="closed",
+    )
     reasoning_parser: Literal["qwen3", "deepseek_r1"] | None = option(
         "keep the model's <think> block apart from its answer", default=None, shown="do not"
     )
@@ -76,6 +80,16 @@ class RouterConfig:
         default=None,
         metavar="FILE",
         shown="no key is needed",
+    )
+    priorities: str = option(
+        "priorities that a request may ask for, lower is sooner; a key's own go before",
+        default="0:100",
+        metavar="LOW:HIGH",
+    )
+    prefix_sharing: Literal["key", "all"] = option(
+        "who shares cached prefixes: where API keys are in use, requests under one key only (then "
+        "nobody can tell from cached tokens what others asked), or all requests",
+        default="key",
     )
     tls_cert: str | None = option(
         "certificate chain (PEM) for HTTP and gRPC", default=None, metavar="FILE", shown="no TLS"

@@ -22,6 +22,12 @@ from common.errors import ConfigError, InvalidRequest
 Message = dict[str, Any]
 
 
+class Verbatim(str):
+    """A text that `tojson` writes as it is: JSON that ends early, say."""
+
+    __slots__ = ()
+
+
 class ChatTemplate:
     """`source` None: the model has no template, and every chat is refused with `why_missing`."""
 
@@ -141,6 +147,8 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
+    if isinstance(value, Verbatim):
+        return str(value)
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )

@@ -11,6 +11,8 @@ from typing import Any
 from common.errors import InvalidRequest, UnsupportedParameter
 from router.json_body import shortened
 
+_KIND_NAMES = {str: "a string", bool: "true or false", dict: "an object", int: "an integer"}
+
 
 class Fields:
     def __init__(self, values: dict[str, Any], within: str = "") -> None:
@@ -97,6 +99,14 @@ class Fields:
         raise UnsupportedParameter(
             f"{self._within}{name} is not supported by this server", param=self._within + name
         )
+
+    def ignored(self, name: str, kinds: tuple[type, ...]) -> None:
+        """A hint without effect; its value must still be what the protocol says."""
+        value = self.take(name)
+        is_kind = isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool))
+        if value is not None and not is_kind:
+            names = " or ".join(_KIND_NAMES[kind] for kind in kinds)
+            raise self.wrong(name, f"must be {names}", value)
 
     def rest(self) -> dict[str, Any]:
         """What nobody has read yet; somebody else will."""

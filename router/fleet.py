@@ -201,14 +201,18 @@ class Fleet:
         view = self._view()
         return view.has_full_path or (self._was_ready and bool(view.decoding))
 
-    def reasons(self) -> list[str]:
-        """What keeps the fleet from being whole: excluded or unreachable workers, missing roles."""
+    def reasons(self, *, with_workers: bool = True) -> list[str]:
+        """What keeps the fleet from being whole: excluded or unreachable workers (how many, or
+        which and why), missing roles.
+        """
         view = self._view()
         found = [f"{address}: {reason}" for address, reason in sorted(self._refused.items())]
         for worker in view.linked:
             reason = view.excluded[worker.order]
             if reason is not None:
                 found.append(f"{worker.state.role} {worker.address}: {reason}")
+        if found and not with_workers:
+            found = [f"{len(found)} workers cannot be reached or are not in use"]
         if not view.decoding:
             found.append("no decode or colocated worker is available")
         elif not view.has_full_path:

@@ -35,7 +35,7 @@ from router.dispatch import Placing
 from router.fleet import Fleet
 from router.journey import Inbox, Journey
 from router.json_body import shortened
-from router.keys import Key, KeyRing
+from router.keys import DEFAULT_PRIORITIES, Key, KeyRing
 from router.metrics import RouterMetrics
 from router.options import MAX_OUTPUTS, Options, Vocabulary
 from router.parts import (
@@ -58,6 +58,8 @@ DEFAULT_COMPLETION_TOKENS = 16
 MAX_SCORES = 1024 * 1024
 """Log-probabilities of prompt tokens in one answer."""
 MAX_THREADS = 4
+MAX_CUT_CONTEXTS = 4
+"""Contexts of tokens that a prompt may have which will be cut to its end."""
 LARGE_SCORES = 4096
 """From so many on they are put together, and written, in a thread."""
 
@@ -87,6 +89,9 @@ class TextService:
         wall_time: Callable[[], float],
         draw_bits: Callable[[int], int],
         keys: KeyRing,
+        priorities: range = DEFAULT_PRIORITIES,
+        salts_by_key: bool = True,
+        keeps_tools_open: bool = False,
         tool_parser: str = "hermes",
         reasoning_parser: str | None = None,
     ) -> None:
@@ -97,6 +102,7 @@ class TextService:
             size=model.vocab_size,
             eos_token_ids=model.eos_token_ids,
             encode=tokenizer.encode_words,
+            keeps_tools_open=keeps_tools_open,
         )
         self.fleet = fleet
         self.metrics = metrics
@@ -111,6 +117,8 @@ class TextService:
         self.started_at = self.wall_clock()
         self._draw_bits = draw_bits
         self._threads: anyio.CapacityLimiter | None = None
+        self._priorities = priorities
+        self._salts_by_key = salts_by_key
         self._tool_parser = tool_parser
         self._reasoning_parser = reasoning_parser
         markers = REASONING_MARKERS + TOOL_PARSERS[tool_parser][1]
@@ -130,6 +138,13 @@ class TextService:
         if name is not None and name != self.model_name:
             raise ModelNotFound(f"the model {shortened(name)} does not exist", param="model")
 
+    def reasons(self, key: Key | None) -> list[str]:
+        """What keeps a request from succeeding. Who has no key where keys are in use is told no
+        addresses.
+        """
+        found = self.fleet.reasons(with_workers=self.keys.is_open or key is not None)
+        return ["the router is shutting down", *found] if self.admission.is_draining else found
+
     @property
     def max_model_len(self) -> int:
         """Longest prompt plus answer: the model's own limit, or a smaller one of the workers."""
@@ -138,11 +153,22 @@ class TextService:
 
     # --- prompts ----------------------------------------------------------------------------------
 
-    async def encode_text(self, text: str) -> list[int]:
-        return await self.tokenizer.encode(text, self.max_model_len)
+    async def encode_texts(self, texts: Sequence[str], options: Options) -> list[list[int]]:
+        prompts = await self.tokenizer.encode_all(texts, self._max_read(options))
+        return [self.cut(prompt, options) for prompt in prompts]
 
-    async def encode_texts(self, texts: Sequence[str]) -> list[list[int]]:
-        return await self.tokenizer.encode_all(texts, self.max_model_len)
+    def _max_read(self, options: Options) -> int:
+        """Tokens of a prompt that are read, more of one that will be cut."""
+        return self.max_model_len * (1 if options.keeps_last is None else MAX_CUT_CONTEXTS)
+
+    def cut(self, prompt: list[int], options: Options) -> list[int]:
+        """The end of a prompt, where the client wants no more of it."""
+        keeps = options.keeps_last
+        if keeps is None:
+            return prompt
+        if keeps == -1:
+            keeps = max(1, self.max_model_len - (options.max_tokens or 1))
+        return prompt[-keeps:]
 
     async def encode_chat(
         self,
@@ -151,14 +177,16 @@ class TextService:
         variables: dict[str, Any],
         *,
         continue_final_message: bool = False,
+        options: Options | None = None,
     ) -> list[int]:
-        return await self.tokenizer.encode_chat(
+        prompt = await self.tokenizer.encode_chat(
             messages,
-            self.max_model_len,
+            self.max_model_len if options is None else self._max_read(options),
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             variables=variables,
         )
+        return prompt if options is None else self.cut(prompt, options)
 
     def texts_for(self, options: Options) -> TokenTexts:
         """Markers of tool calls and reasoning are seen where somebody looks for them."""
@@ -183,10 +211,13 @@ class TextService:
         inner = make or PlainSplitter
         return lambda: ReasoningSplitter(inner(), begins_inside=begins_inside)
 
-    async def checked(self, options: Options, prompts: Sequence[list[int]]) -> Options:
-        """The options to start with. Does what takes long: grammars, large prompts. Raises
-        InvalidRequest.
+    async def checked(
+        self, options: Options, prompts: Sequence[list[int]], key: Key | None
+    ) -> Options:
+        """The options to start with: what `key` may ask for, under its own salt. Does what takes
+        long: grammars, large prompts. Raises InvalidRequest.
         """
+        options = self._allowed(options, key)
         if options.form is not None:
             grammar = await self.in_thread(options.form.grammar)
             sampling = dataclasses.replace(options.sampling, grammar=grammar)
@@ -195,6 +226,20 @@ class TextService:
             if len(prompt) >= LARGE_TOKENS:
                 await self._dispatcher.prepare(pack_tokens(prompt), options.cache_salt)
         return options
+
+    def _allowed(self, options: Options, key: Key | None) -> Options:
+        priorities = self._priorities if key is None else key.priorities or self._priorities
+        asked = -options.priority
+        if asked not in priorities:
+            whose = "without an API key" if key is None else "for this API key"
+            raise InvalidRequest(
+                f"priority must be from {priorities.start} to {priorities.stop - 1} {whose}"
+                f" (lower is sooner), got {asked}",
+                param="priority",
+            )
+        if key is None or not self._salts_by_key:
+            return options
+        return dataclasses.replace(options, cache_salt=key.salted(options.cache_salt))
 
     async def in_thread(self, work: Callable[[], T]) -> T:
         """Beside the event loop. Few at a time, since they share the interpreter with it."""

@@ -29,6 +29,7 @@ from router.http_app import listen
 from router.http_generate import chat_prompt, count_request
 from router.kserve_grpc import SERVICE as KSERVE
 from router.kserve_grpc import kserve_handler
+from router.messages import normalized_messages
 from router.options import Options, read_completion_options
 from router.proto import inference_pb2 as pb
 from router.text_output import Piece
@@ -181,8 +182,9 @@ class _Generate:
         service.check_model(request.model or None)
         fields = Fields(_parameters(request))
         options = read_completion_options(fields, service.vocabulary)
-        prompt = await _prompt(service, request, fields)
-        options = await service.checked(options, [prompt])
+        prompt = await _prompt(service, request, fields, options)
+        key = service.keys.check(dict(context.invocation_metadata()))
+        options = await service.checked(options, [prompt], key)
         request_id = service.new_request_id()
         generation = service.start(
             request_id,
@@ -191,7 +193,7 @@ class _Generate:
             arrived_at=arrived_at,
             default_max_tokens=None if request.HasField("chat") else DEFAULT_COMPLETION_TOKENS,
             timeout_s=context.time_remaining(),
-            key=service.keys.check(dict(context.invocation_metadata())),
+            key=key,
         )
         with contextlib.closing(generation):
             async for response in _responses(request_id, generation, options):
@@ -233,10 +235,13 @@ def _parameters(request: pb.GenerateRequest) -> dict[str, Any]:
     return found
 
 
-async def _prompt(service: TextService, request: pb.GenerateRequest, fields: Fields) -> list[int]:
+async def _prompt(
+    service: TextService, request: pb.GenerateRequest, fields: Fields, options: Options
+) -> list[int]:
     match request.WhichOneof("prompt"):
         case "text":
-            return await service.encode_text(request.text)
+            (prompt,) = await service.encode_texts([request.text], options)
+            return prompt
         case "token_ids":
             ids = list(request.token_ids.ids)
             return fields.token_ids("token_ids", ids, service.vocabulary.size)
@@ -245,7 +250,9 @@ async def _prompt(service: TextService, request: pb.GenerateRequest, fields: Fie
                 {"role": m.role, "content": m.content, "name": m.name or None}
                 for m in request.chat.messages
             ]
-            return await chat_prompt(service, messages, True, {})
+            takes_parts = service.tokenizer.template.takes_parts
+            chat = normalized_messages(messages, takes_parts=takes_parts)
+            return await chat_prompt(service, chat, True, {})
         case _:
             raise InvalidRequest("a prompt is required: text, token_ids or chat", param="prompt")
 

@@ -3,6 +3,7 @@
 A request is put into the words of a chat and takes the same road; only the answer's form differs.
 """
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,16 +26,10 @@ from router.parts import (
     Reasoning,
     parsed_arguments,
 )
+from router.protocols import MESSAGES
 from router.text_output import Piece
 
 _INT64 = 2**63
-_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "container": (),
-    "context_management": (),
-    "mcp_servers": ([],),
-    "service_tier": ("auto", "standard_only"),
-}
-_CHAT_ONLY = ("n", "best_of", "stop", "max_completion_tokens", "stream_options", "response_format")
 _ERROR_TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -56,13 +51,24 @@ def anthropic_error_event(error: TandemError) -> bytes:
     return b"event: error\ndata: " + anthropic_error(error) + b"\n\n"
 
 
+RENAMED = (
+    (re.compile(r"^stop\b"), "stop_sequences"),
+    (re.compile(r"\bmax_completion_tokens\b"), "max_tokens"),
+    (re.compile(r"\bresponse_format(\.json_schema)?\b"), "output_config.format"),
+    (re.compile(r"(?<=\])\.function\.parameters\b"), ".input_schema"),
+    (re.compile(r"(?<=\])\.function\."), "."),
+)
+
+
 class MessagesEndpoint(GenerateEndpoint):
     path = "/v1/messages"
+    renamed = RENAMED
 
     async def read(self, fields: Fields) -> Ask:
         if fields.integer("max_tokens", 1, _INT64) is None:
             raise InvalidRequest("max_tokens is required", param="max_tokens")
-        return await read_chat(self._service, Fields(chat_fields(fields)))
+        chat, places = chat_fields(fields)
+        return await read_chat(self._service, Fields(chat), places)
 
     def format(self, answering: Answering, fields: Fields) -> Format:
         return MessagesFormat(answering)
@@ -75,6 +81,8 @@ class MessagesEndpoint(GenerateEndpoint):
 
 
 class CountTokens(Endpoint):
+    renamed = RENAMED
+
     def __init__(self, service: TextService, max_body_bytes: int) -> None:
         super().__init__("/v1/messages/count_tokens", service.new_request_id)
         self._service = service
@@ -83,29 +91,28 @@ class CountTokens(Endpoint):
     async def answer(self, exchange: Exchange, scope: Scope) -> None:
         fields = Fields(await exchange.json_object(self._max_body_bytes))
         self._service.check_model(fields.text("model"))
-        ask = await read_chat(self._service, Fields(chat_fields(fields)))
+        chat, places = chat_fields(fields)
+        ask = await read_chat(self._service, Fields(chat), places)
         await exchange.reply_json(200, {"input_tokens": len(ask.prompts[0])})
 
     def error_body(self, error: TandemError) -> bytes:
         return anthropic_error(error)
 
 
-def chat_fields(fields: Fields) -> dict[str, Any]:
-    """The same request as a chat. Raises InvalidRequest."""
-    for name, neutral in _UNSUPPORTED.items():
-        fields.unsupported(name, neutral)
-    for name in _CHAT_ONLY:
-        fields.unsupported(name)
-    thinking = fields.object("thinking")
-    if thinking is not None and thinking.get("type") != "disabled":
-        raise UnsupportedParameter("thinking is not supported", param="thinking")
+def chat_fields(fields: Fields) -> tuple[dict[str, Any], list[str]]:
+    """The same request as a chat, and what the client calls its messages. Raises InvalidRequest."""
+    MESSAGES.read(fields)
+    _check_thinking(fields)
+    _check_context_management(fields)
+    effort, response_format = _output_config(fields)
     stops = fields.take("stop_sequences")
     if stops is not None and not isinstance(stops, list):
         raise fields.wrong("stop_sequences", "must be a list of texts", stops)
-    messages = _messages(fields.take("messages"))
+    found = _messages(fields.take("messages"))
     system = _system(fields.take("system"))
     if system:
-        messages.insert(0, {"role": "system", "content": system})
+        found.insert(0, ("system", {"role": "system", "content": system}))
+    messages = [message for _, message in found]
     metadata = fields.object("metadata") or {}
     tool_choice, is_parallel = _tool_choice(fields.object("tool_choice"))
     chat = {
@@ -116,11 +123,49 @@ def chat_fields(fields: Fields) -> dict[str, Any]:
         "tools": _tools(fields.take("tools")),
         "tool_choice": tool_choice,
         "parallel_tool_calls": is_parallel,
+        "reasoning_effort": effort,
+        "response_format": response_format,
         "user": metadata.get("user_id"),
     }
     if messages and messages[-1]["role"] == "assistant" and messages[-1]["content"]:
         chat["continue_final_message"] = True
-    return chat | fields.rest()
+    return chat | fields.rest(), [place for place, _ in found]
+
+
+def _check_thinking(fields: Fields) -> None:
+    thinking = fields.object("thinking") or {}
+    if thinking.get("type", "disabled") not in ("adaptive", "disabled"):
+        raise UnsupportedParameter(
+            "thinking must be disabled or adaptive: a budget for it is not supported here",
+            param="thinking",
+        )
+
+
+def _check_context_management(fields: Fields) -> None:
+    """Edits of the history are the client's to make."""
+    given = Fields(fields.object("context_management") or {}, "context_management.")
+    given.unsupported("edits", ([],))
+    given.finish()
+
+
+def _output_config(fields: Fields) -> tuple[str | None, dict[str, Any] | None]:
+    """How hard to think, and the schema that the answer must follow."""
+    given = Fields(fields.object("output_config") or {}, "output_config.")
+    effort = given.text("effort")
+    form = given.object("format")
+    given.finish()
+    older = fields.object("output_format")  # where it stood before
+    if form is not None and older is not None:
+        raise fields.wrong("output_format", "is given twice", older)
+    form = form or older
+    if form is None:
+        return effort, None
+    if form.get("type") != "json_schema":
+        raise UnsupportedParameter(
+            f"output_config.format.type must be json_schema, got {shortened(form.get('type'))}",
+            param="output_config.format.type",
+        )
+    return effort, {"type": "json_schema", "json_schema": form}
 
 
 def _system(given: Any) -> str:
@@ -129,10 +174,11 @@ def _system(given: Any) -> str:
     return "\n".join(_texts(given, "system"))
 
 
-def _messages(given: Any) -> list[dict[str, Any]]:
+def _messages(given: Any) -> list[tuple[str, dict[str, Any]]]:
+    """Each with the client's name for it."""
     if not isinstance(given, list) or not given:
         raise InvalidRequest("messages must be a list of messages", param="messages")
-    found: list[dict[str, Any]] = []
+    found: list[tuple[str, dict[str, Any]]] = []
     for number, message in enumerate(given):
         where = f"messages[{number}]"
         role = message.get("role") if isinstance(message, dict) else None
@@ -142,9 +188,10 @@ def _messages(given: Any) -> list[dict[str, Any]]:
             )
         content = message.get("content")
         if isinstance(content, str):
-            found.append({"role": role, "content": content})
+            found.append((where, {"role": role, "content": content}))
         else:
-            found += _of_blocks(role, content, f"{where}.content")
+            blocks = _of_blocks(role, content, f"{where}.content")
+            found += [(where, block) for block in blocks]
     return found
 
 

@@ -25,17 +25,18 @@ from router.fleet import Fleet, Worker
 from router.generation import TextService
 from router.http_anthropic import CountTokens, MessagesEndpoint
 from router.http_exchange import KEY_IN_SCOPE, Endpoint, Exchange, error_body, large_json
-from router.http_generate import ChatEndpoint, CompletionEndpoint, chat_prompt
+from router.http_generate import ChatEndpoint, CompletionEndpoint, Invocations, chat_prompt
 from router.http_protocol import HttpProtocol
 from router.http_responses import ResponsesEndpoint
 from router.json_body import is_within, shortened
 from router.kserve_generate import Generate, GenerateStream
+from router.messages import normalized_messages
 from router.openapi import document
 
 MAX_DETOKENIZED = 262_144
 """Token ids, where the context does not hold more of them."""
 _LARGE = 2048
-_WITHOUT_KEY = ("/health", "/ready", "/v2/health/live", "/v2/health/ready")
+_WITHOUT_KEY = ("/health", "/ready", "/ping", "/v2/health/live", "/v2/health/ready")
 
 
 def make_app(service: TextService, max_body_bytes: int) -> ASGIApp:
@@ -54,6 +55,8 @@ def make_app(service: TextService, max_body_bytes: int) -> ASGIApp:
         ("/v1/responses", ResponsesEndpoint(service, max_body_bytes)),
         ("/v1/messages", MessagesEndpoint(service, max_body_bytes)),
         ("/v1/messages/count_tokens", CountTokens(service, max_body_bytes)),
+        ("/invocations", Invocations(service, max_body_bytes)),
+        ("/ping", Health(service)),
         ("/tokenize", Tokenize(service, max_body_bytes)),
         ("/detokenize", Detokenize(service, max_body_bytes)),
         ("/v2/models/{model:path}/infer", kserve_http.ModelInfer(service, max_body_bytes)),
@@ -65,6 +68,8 @@ def make_app(service: TextService, max_body_bytes: int) -> ASGIApp:
         ("/v1/models/{model:path}", OneModel(service)),
         ("/v1/fleet", FleetView(service)),
         ("/health", Health(service)),
+        ("/ping", Health(service)),
+        ("/load", Load(service)),
         ("/ready", Ready(service)),
         ("/version", Version(service)),
         ("/openapi.json", Document(service)),
@@ -95,11 +100,13 @@ class Direct:
         if scope["type"] == "http":
             if scope["method"] == "POST":
                 app = self._posts.get(scope["path"], app)
-            if not self._service.keys.is_open and scope["path"] not in _WITHOUT_KEY:
+            if not self._service.keys.is_open:
                 headers = {k.decode("latin-1"): v.decode("latin-1") for k, v in scope["headers"]}
                 try:
                     scope[KEY_IN_SCOPE] = self._service.keys.check(headers)
                 except TandemError as error:
+                    if scope["path"] in _WITHOUT_KEY:
+                        return await app(scope, receive, send)
                     app = Refuse(error, app if isinstance(app, Endpoint) else None, self._service)
         await app(scope, receive, send)
 
@@ -157,13 +164,20 @@ class Health(_View):
         await exchange.reply_json(200, {"status": "ok"})
 
 
+class Load(_View):
+    """Outputs that wait or run, as vLLM shows them."""
+
+    async def answer(self, exchange: Exchange, scope: Scope) -> None:
+        admission = self._service.admission
+        load = admission.num_waiting + admission.num_running
+        await exchange.reply_json(200, {"server_load": load})
+
+
 class Ready(_View):
     async def answer(self, exchange: Exchange, scope: Scope) -> None:
-        fleet, is_draining = self._service.fleet, self._service.admission.is_draining
-        reasons = fleet.reasons()
-        if is_draining:
-            reasons.insert(0, "the router is shutting down")
-        is_ready = fleet.is_ready() and not is_draining
+        service = self._service
+        reasons = service.reasons(exchange.key)
+        is_ready = service.fleet.is_ready() and not service.admission.is_draining
         status = "ready" if is_ready else "not ready"
         await exchange.reply_json(200 if is_ready else 503, {"status": status, "reasons": reasons})
 
@@ -224,7 +238,8 @@ class Tokenize(_TokenizerCall):
             raise fields.wrong("prompt", "or messages must be given, and not both", prompt)
         limit = service.max_model_len
         if prompt is None:
-            ids = await chat_prompt(service, messages, add_generation_prompt, variables)
+            chat = normalized_messages(messages, takes_parts=service.tokenizer.template.takes_parts)
+            ids = await chat_prompt(service, chat, add_generation_prompt, variables)
         else:
             ids = await service.tokenizer.encode(
                 prompt, limit, add_special_tokens=add_special_tokens

@@ -9,8 +9,8 @@ import json
 import logging
 import math
 import re
-from collections.abc import Awaitable, Callable
-from typing import Any
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from typing import Any, ClassVar
 
 import anyio
 from starlette.types import Receive, Scope, Send
@@ -51,6 +51,8 @@ class Exchange:
         is_usable = given is not None and _REQUEST_ID.fullmatch(given) is not None
         self.request_id = given if given is not None and is_usable else new_request_id()
         self.has_started = False
+        self.sent: Collection[str] = ()
+        """The names of the body's fields, once it has been read."""
         self.key: Key | None = scope.get(KEY_IN_SCOPE)
 
     def header(self, name: str) -> str | None:
@@ -65,7 +67,9 @@ class Exchange:
         encoding = self.header("content-encoding")
         if encoding not in (None, "", "identity"):
             raise UnsupportedMediaType(f"content-encoding {encoding} is not supported")
-        return parse_json_object(await self.body(max_bytes))
+        found = parse_json_object(await self.body(max_bytes))
+        self.sent = found.keys()
+        return found
 
     async def body(self, max_bytes: int) -> bytes:
         """Raises RequestTooLarge or ClientGone."""
@@ -156,8 +160,16 @@ class Exchange:
         await self._send({"type": "http.response.start", "status": status, "headers": all_headers})
 
 
+Renamed = Sequence[tuple[re.Pattern[str], str]]
+
+
 class Endpoint:
     """An ASGI application that answers one kind of request."""
+
+    renamed: ClassVar[Renamed] = ()
+    """What a field is called here that is read under another name: errors must name what the
+    client sent.
+    """
 
     def __init__(self, name: str, new_request_id: Callable[[], str]) -> None:
         self.name = name
@@ -172,12 +184,20 @@ class Endpoint:
             error = Cancelled("the client went away")
         except TandemError as found:
             error = found
+            self._rename(found, exchange.sent)
             await self._explain(exchange, found)
         except Exception:
             log.exception("%s failed, request %s", self.name, exchange.request_id)
             error = InternalError("internal error; see the router's log")
             await self._explain(exchange, error)
         self.ended(error)
+
+    def _rename(self, error: TandemError, sent: Collection[str]) -> None:
+        if error.param in sent:
+            return  # by that very name
+        for pattern, name in self.renamed:
+            error.message = pattern.sub(name, error.message)
+            error.param = error.param and pattern.sub(name, error.param)
 
     async def answer(self, exchange: Exchange, scope: Scope) -> None:
         """Answers the request. Raises whatever the client must be told instead."""

@@ -46,11 +46,27 @@ class Answering:
     splitter: Callable[[], Splitter] | None
     """None: all text is content."""
     new_call_id: Callable[[], str]
+    continued: str
+    """What an answer in a chat begins with before the model says anything."""
 
     def write(self, body: dict[str, Any]) -> bytes:
         options = self.options
         has_scores = options.sampling.logprobs is not None or options.prompt_logprobs is not None
         return large_json(body) if has_scores else to_json(body)
+
+    def usage_tail(self) -> Callable[[], bytes]:
+        """What ends each event of a stream after its choices."""
+        if self.options.has_usage_in_chunks:
+            usage = self.generation.usage
+            return lambda: b'],"usage":%s}\n\n' % to_json(usage_object(usage()))
+        tail = b'],"usage":null}\n\n' if self.options.include_usage else b"]}\n\n"
+        return lambda: tail
+
+    def last_event(self, head: bytes, usage: Usage) -> bytes:
+        """The usage alone, where it was asked for, and the end."""
+        if not self.options.include_usage:
+            return DONE
+        return head + b'],"usage":' + to_json(usage_object(usage)) + b"}\n\n" + DONE
 
     @property
     def is_named(self) -> bool:
@@ -105,14 +121,15 @@ class ChatFormat:
         self._head = _event_head(
             self._id, "chat.completion.chunk", answering.created, answering.model
         )
-        has_usage = answering.options.include_usage
-        self._tail = b'],"usage":null}\n\n' if has_usage else b"]}\n\n"
+        self._tail = answering.usage_tail()
         self._splitters: dict[int, Splitter] = {}
         self._with_calls: set[int] = set()
 
     def first_events(self, num_choices: int) -> bytes:
-        delta = b'"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}'
-        tail = self._tail
+        words = encode_basestring_ascii(self._answering.continued).encode()
+        delta = b'"delta":{"role":"assistant","content":%s},"logprobs":null,"finish_reason":null}'
+        delta = delta % words
+        tail = self._tail()
         if self._answering.options.returns_token_ids:
             ids = to_json(self._answering.generation.prompt_ids(0))
             tail = tail.replace(b"]", b'],"prompt_token_ids":' + ids, 1)
@@ -131,9 +148,7 @@ class ChatFormat:
         return content + self._finish_event(piece, False)
 
     def last_events(self, usage: Usage) -> bytes:
-        if not self._answering.options.include_usage:
-            return DONE
-        return self._head + b'],"usage":' + to_json(usage_object(usage)) + b"}\n\n" + DONE
+        return self._answering.last_event(self._head, usage)
 
     def whole(self, pieces: Sequence[Piece], usage: Usage) -> bytes:
         answering = self._answering
@@ -153,9 +168,10 @@ class ChatFormat:
 
     def _choice(self, piece: Piece) -> dict[str, Any]:
         message = message_of(self._answering, piece.text)
+        content = self._answering.continued + message.content
         shown: dict[str, Any] = {
             "role": "assistant",
-            "content": message.content if message.content or not message.calls else None,
+            "content": content if content or not message.calls else None,
             "refusal": None,
         }
         if message.reasoning:
@@ -227,7 +243,7 @@ class ChatFormat:
             delta,
             large_json(self._logprobs(piece.entries), 3) if piece.entries else b"null",
             ids,
-            self._tail,
+            self._tail(),
         )
 
     def _finish_event(self, piece: Piece, has_calls: bool) -> bytes:
@@ -237,7 +253,7 @@ class ChatFormat:
             self._head,
             piece.choice,
             str(self._reason(piece.finish_reason, has_calls)).encode(),
-            self._tail,
+            self._tail(),
         )
 
     def _reason(self, reason: FinishReason | None, has_calls: bool) -> str | None:
@@ -263,8 +279,9 @@ class ChatFormat:
 
     def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
         raw = self._texts.raw(token_id)
+        named = self._answering.options.names_tokens_by_id
         return {
-            "token": raw.decode("utf-8", "replace"),
+            "token": _numbered(token_id) if named else raw.decode("utf-8", "replace"),
             "logprob": max(logprob, _LOWEST_LOGPROB),
             "bytes": list(raw),
         }
@@ -319,8 +336,8 @@ class CompletionFormat:
         self._id = f"cmpl-{answering.call_id}"
         self._texts = answering.texts
         self._head = _event_head(self._id, "text_completion", answering.created, answering.model)
-        has_usage = answering.options.include_usage
-        self._tail = b'],"usage":null}\n\n' if has_usage else b"]}\n\n"
+        self._tail = answering.usage_tail()
+        self._names_by_id = answering.options.names_tokens_by_id
         self._offsets: dict[int, _Offsets] = {}
         self._told_prompts: set[int] = set()
 
@@ -338,13 +355,11 @@ class CompletionFormat:
             large_json(self._logprobs(piece), 3) if piece.entries else b"null",
             reason,
             self._ids(piece),
-            self._tail,
+            self._tail(),
         )
 
     def last_events(self, usage: Usage) -> bytes:
-        if not self._answering.options.include_usage:
-            return DONE
-        return self._head + b'],"usage":' + to_json(usage_object(usage)) + b"}\n\n" + DONE
+        return self._answering.last_event(self._head, usage)
 
     def whole(self, pieces: Sequence[Piece], usage: Usage) -> bytes:
         return self._answering.write(
@@ -392,7 +407,7 @@ class CompletionFormat:
         if choice_offsets is None:
             choice_offsets = self._offsets[piece.choice] = self._new_offsets(piece.choice)
         for token_id, _ in piece.entries:
-            tokens.append(token_name(self._texts, token_id))
+            tokens.append(self._name(token_id))
             offsets.append(choice_offsets.push(token_id))
         return {
             "tokens": tokens,
@@ -417,9 +432,10 @@ class CompletionFormat:
             return None
         found = dict(zip(logprobs.top_ids, logprobs.top_logprobs, strict=True))
         found.setdefault(token_id, logprobs.logprob)
-        return {
-            token_name(self._texts, i): max(value, _LOWEST_LOGPROB) for i, value in found.items()
-        }
+        return {self._name(i): max(value, _LOWEST_LOGPROB) for i, value in found.items()}
+
+    def _name(self, token_id: int) -> str:
+        return _numbered(token_id) if self._names_by_id else token_name(self._texts, token_id)
 
 
 def prompt_logprobs_object(answering: Answering, choice: int) -> list[dict[str, Any] | None]:
@@ -451,6 +467,10 @@ def _scored(
         }
         for i, (logprob, rank) in found.items()
     }
+
+
+def _numbered(token_id: int) -> str:
+    return f"token_id:{token_id}"
 
 
 def token_name(texts: TokenTexts, token_id: int) -> str:

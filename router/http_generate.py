@@ -12,6 +12,7 @@ from typing import Any
 from starlette.types import Scope
 
 from common.errors import InvalidRequest, TandemError
+from router.chat_template import Message
 from router.fields import Fields
 from router.generation import DEFAULT_COMPLETION_TOKENS, Generation, TextService
 from router.http_exchange import Endpoint, Exchange
@@ -31,6 +32,8 @@ class Ask:
     prompts: list[list[int]]
     options: Options
     texts: list[str | None] | None = None
+    continued: str = ""
+    """The last message's words, where the answer is to repeat them (a chat's `echo`)."""
 
 
 class GenerateEndpoint(Endpoint):
@@ -50,6 +53,10 @@ class GenerateEndpoint(Endpoint):
     def ended(self, error: TandemError | None) -> None:
         count_request(self._service, self.path, error)
 
+    def endpoint_of(self, fields: Fields) -> "GenerateEndpoint":
+        """Whose words the body is in."""
+        return self
+
     async def read(self, fields: Fields) -> Ask:
         """Everything in the body must be read."""
         raise NotImplementedError
@@ -60,23 +67,24 @@ class GenerateEndpoint(Endpoint):
     async def _generate(self, exchange: Exchange, body: dict[str, Any], arrived_at: float) -> None:
         service = self._service
         fields = Fields(body)
+        endpoint = self.endpoint_of(Fields(body))
         service.check_model(fields.text("model"))
-        ask = await self.read(fields)
-        options = await service.checked(ask.options, ask.prompts)
+        ask = await endpoint.read(fields)
+        options = await service.checked(ask.options, ask.prompts, exchange.key)
         request_id = service.new_request_id()
         generation = service.start(
             request_id,
             ask.prompts,
             options,
             arrived_at=arrived_at,
-            default_max_tokens=self.default_max_tokens,
+            default_max_tokens=endpoint.default_max_tokens,
             timeout_s=timeout_of(exchange),
             key=exchange.key,
         )
         if ask.texts is not None:
             generation.prompt_texts = ask.texts
         try:
-            form = self.format(answering(service, request_id, options, generation), fields)
+            form = endpoint.format(answering(service, request_id, ask, options, generation), fields)
             if options.stream:
                 await _stream(exchange, generation, form)
             else:
@@ -88,7 +96,7 @@ class GenerateEndpoint(Endpoint):
 
 
 def answering(
-    service: TextService, request_id: str, options: Options, generation: Generation
+    service: TextService, request_id: str, ask: Ask, options: Options, generation: Generation
 ) -> Answering:
     return Answering(
         call_id=request_id,
@@ -99,6 +107,7 @@ def answering(
         generation=generation,
         splitter=service.splitter(options, generation.prompt_ids(0)),
         new_call_id=service.new_call_id,
+        continued=ask.continued,
     )
 
 
@@ -154,7 +163,7 @@ class CompletionEndpoint(GenerateEndpoint):
         options = read_completion_options(fields, self._service.vocabulary)
         given = fields.take("prompt")
         fields.finish()
-        prompts = await completion_prompts(self._service, fields, given)
+        prompts = await completion_prompts(self._service, fields, given, options)
         texts: list[str | None] | None = None
         if isinstance(given, str):
             texts = [given]
@@ -166,13 +175,35 @@ class CompletionEndpoint(GenerateEndpoint):
         return CompletionFormat(answering)
 
 
-async def read_chat(service: TextService, fields: Fields) -> Ask:
-    """A request in the words of chat completions."""
+class Invocations(GenerateEndpoint):
+    """Where a hosting platform knows one path only: what the body holds says what it asks for."""
+
+    path = "/invocations"
+
+    def __init__(self, service: TextService, max_body_bytes: int) -> None:
+        super().__init__(service, max_body_bytes)
+        self._chat = ChatEndpoint(service, max_body_bytes)
+        self._completion = CompletionEndpoint(service, max_body_bytes)
+
+    def endpoint_of(self, fields: Fields) -> GenerateEndpoint:
+        if fields.take("messages") is not None:
+            return self._chat
+        if fields.take("prompt") is not None:
+            return self._completion
+        raise InvalidRequest("messages or a prompt must be given", param="messages")
+
+
+async def read_chat(
+    service: TextService, fields: Fields, places: Sequence[str] | None = None
+) -> Ask:
+    """A request in the words of chat completions. `places`: what the client calls its messages."""
     options = read_chat_options(fields, service.vocabulary)
     given = fields.take("messages")
     continues = fields.boolean("continue_final_message", False)
     add_generation_prompt = fields.boolean("add_generation_prompt", not continues)
     variables = fields.object("chat_template_kwargs") or {}
+    effort = fields.text("reasoning_effort")
+    echo = fields.boolean("echo", False)
     fields.finish()
     if continues and add_generation_prompt:
         raise InvalidRequest(
@@ -181,34 +212,60 @@ async def read_chat(service: TextService, fields: Fields) -> Ask:
         )
     if options.tools is not None:
         variables = {"tools": list(options.tools.tools)} | variables
+    if effort is not None:
+        variables = {"reasoning_effort": effort} | variables
+    takes_parts = service.tokenizer.template.takes_parts
+    messages = normalized_messages(given, takes_parts=takes_parts, places=places)
     prompt = await chat_prompt(
-        service, given, add_generation_prompt, variables, continues=continues
+        service,
+        messages,
+        add_generation_prompt,
+        variables,
+        continues=continues,
+        options=options,
     )
-    return Ask(prompts=[prompt], options=options)
+    continued = _words(messages[-1], add_generation_prompt) if echo else ""
+    return Ask(prompts=[prompt], options=options, continued=continued)
+
+
+def _words(message: Message, add_generation_prompt: bool) -> str:
+    """Those of a last message that the answer goes on with: of one role, they are one message."""
+    if add_generation_prompt and message["role"] != "assistant":
+        return ""
+    content = message["content"]
+    if isinstance(content, str):
+        return content
+    return "\n".join(part["text"] for part in content)
 
 
 async def chat_prompt(
     service: TextService,
-    given: Any,
+    messages: list[Message],
     add_generation_prompt: bool,
     variables: dict[str, Any],
     *,
     continues: bool = False,
+    options: Options | None = None,
 ) -> list[int]:
+    """`messages` as `normalized_messages` gives them."""
     for name in ("messages", "add_generation_prompt"):
         if name in variables:
             raise InvalidRequest(f"chat_template_kwargs must not hold {name}", param=name)
-    template = service.tokenizer.template
-    messages = normalized_messages(given, takes_parts=template.takes_parts)
     return await service.encode_chat(
-        messages, add_generation_prompt, variables, continue_final_message=continues
+        messages,
+        add_generation_prompt,
+        variables,
+        continue_final_message=continues,
+        options=options,
     )
 
 
-async def completion_prompts(service: TextService, fields: Fields, given: Any) -> list[list[int]]:
+async def completion_prompts(
+    service: TextService, fields: Fields, given: Any, options: Options
+) -> list[list[int]]:
     """A text, a list of texts, token ids, or a list of lists of them."""
     if isinstance(given, str):
-        return [await service.encode_text(given)]
+        return await service.encode_texts([given], options)
     if given is None:
         raise InvalidRequest("prompt is required", param="prompt")
     if not isinstance(given, list) or not given:
@@ -216,13 +273,13 @@ async def completion_prompts(service: TextService, fields: Fields, given: Any) -
     if isinstance(given[0], str | list) and len(given) > MAX_OUTPUTS:
         raise fields.wrong("prompt", f"must hold at most {MAX_OUTPUTS} prompts", len(given))
     if all(isinstance(prompt, str) for prompt in given):
-        return await service.encode_texts(given)
+        return await service.encode_texts(given, options)
+    if not all(isinstance(prompt, list) for prompt in given):
+        if any(isinstance(prompt, str | list) for prompt in given):
+            raise fields.wrong("prompt", "must not mix texts, token ids and lists", given)
+        given = [given]
     size = service.vocabulary.size
-    if all(isinstance(prompt, list) for prompt in given):
-        return [fields.token_ids("prompt", prompt, size) for prompt in given]
-    if any(isinstance(prompt, str | list) for prompt in given):
-        raise fields.wrong("prompt", "must not mix texts, token ids and lists", given)
-    return [fields.token_ids("prompt", given, size)]
+    return [service.cut(fields.token_ids("prompt", ids, size), options) for ids in given]
 
 
 def count_request(service: TextService, endpoint: str, error: TandemError | None) -> None:

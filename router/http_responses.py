@@ -3,6 +3,7 @@
 A request is put into the words of a chat and takes the same road; only the answer's form differs.
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,76 +25,108 @@ from router.parts import (
     Reasoning,
     parsed_arguments,
 )
+from router.protocols import RESPONSES
 from router.text_output import Piece
 
 _INT64 = 2**63
-_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "background": (False,),
-    "conversation": (),
-    "include": ([],),
-    "max_tool_calls": (),
-    "previous_response_id": (),
-    "prompt": (),
-    "top_logprobs": (0,),
-    "truncation": ("disabled",),
-}
-_CHAT_ONLY = ("messages", "n", "best_of", "stream_options", "max_tokens", "max_completion_tokens")
+_INCLUDED = (
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "file_search_call.results",
+    "message.input_image.image_url",
+    "reasoning.encrypted_content",
+    "web_search_call.action.sources",
+    "web_search_call.results",
+)
+"""Of things that no answer here has: nothing is shown for them."""
 
 
 class ResponsesEndpoint(GenerateEndpoint):
     path = "/v1/responses"
+    renamed = (
+        (re.compile(r"\b(max_completion_tokens|max_tokens)\b"), "max_output_tokens"),
+        (re.compile(r"\bresponse_format(\.json_schema)?\b"), "text.format"),
+        (re.compile(r"(?<=\])\.function\."), "."),
+    )
 
     async def read(self, fields: Fields) -> Ask:
-        return await read_chat(self._service, Fields(chat_fields(fields)))
+        chat, places = chat_fields(fields)
+        return await read_chat(self._service, Fields(chat), places)
 
     def format(self, answering: Answering, fields: Fields) -> Format:
         return ResponsesFormat(answering, fields)
 
 
-def chat_fields(fields: Fields) -> dict[str, Any]:
-    """The same request as a chat. Raises InvalidRequest."""
-    for name, neutral in _UNSUPPORTED.items():
-        fields.unsupported(name, neutral)
-    for name in _CHAT_ONLY:
-        fields.unsupported(name)
-    fields.boolean("store", False)  # nothing is ever kept; the answer says so
+def chat_fields(fields: Fields) -> tuple[dict[str, Any], list[str]]:
+    """The same request as a chat, and what the client calls its messages. Raises InvalidRequest."""
+    RESPONSES.read(fields)
+    _check_include(fields)
+    truncation = fields.text("truncation")
+    if truncation not in (None, "auto", "disabled"):
+        raise fields.wrong("truncation", "must be auto or disabled", truncation)
+    options = Fields(fields.object("stream_options") or {}, "stream_options.")
+    options.ignored("include_obfuscation", (bool,))
+    options.finish()
     messages = _messages(fields.take("input"))
+    places = [place for place, _ in messages]
     instructions = fields.text("instructions")
     if instructions:
-        messages.insert(0, {"role": "system", "content": instructions})
+        messages.insert(0, ("instructions", {"role": "system", "content": instructions}))
+        places.insert(0, "instructions")
+    reasoning = Fields(fields.object("reasoning") or {}, "reasoning.")
+    for name in ("summary", "generate_summary"):
+        reasoning.ignored(name, (str,))
+    effort = reasoning.text("effort")
+    reasoning.finish()
     chat = {
-        "messages": messages,
+        "messages": [message for _, message in messages],
+        "reasoning_effort": effort,
         "max_completion_tokens": fields.integer("max_output_tokens", 1, _INT64),
         "tools": _tools(fields.take("tools")),
         "tool_choice": _tool_choice(fields.take("tool_choice")),
         "response_format": _response_format(fields.object("text")),
     }
-    reasoning = fields.object("reasoning") or {}
-    Fields(reasoning, "reasoning.").unsupported("effort", ("none",))
-    return chat | fields.rest()
+    return chat | fields.rest(), places
 
 
-def _messages(given: Any) -> list[dict[str, Any]]:
+def _check_include(fields: Fields) -> None:
+    include = fields.take("include")
+    if include is None:
+        return
+    if not isinstance(include, list):
+        raise fields.wrong("include", "must be a list of texts", include)
+    for name in include:
+        if name not in _INCLUDED:
+            raise UnsupportedParameter(
+                f"include: {shortened(name)} is not offered", param="include"
+            )
+
+
+def _messages(given: Any) -> list[tuple[str, dict[str, Any]]]:
+    """Each with the client's name for it."""
     if isinstance(given, str):
-        return [{"role": "user", "content": given}]
+        return [("input", {"role": "user", "content": given})]
     if not isinstance(given, list) or not given:
         raise InvalidRequest(
             f"input must be a text or a list, got {shortened(given)}", param="input"
         )
-    found: list[dict[str, Any]] = []
+    found: list[tuple[str, dict[str, Any]]] = []
     for number, item in enumerate(given):
         where = f"input[{number}]"
         if not isinstance(item, dict):
             raise InvalidRequest(f"{where} must be an object", param=where)
         kind = item.get("type", "message")
         if kind == "message":
-            found.append({name: item.get(name) for name in ("role", "content")})
+            found.append((where, {name: item.get(name) for name in ("role", "content")}))
         elif kind == "function_call":
-            _add_call(found, item)
+            _add_call(found, where, item)
         elif kind == "function_call_output":
             output = item.get("output")
+            if output is None:
+                raise InvalidRequest(f"{where}.output is required", param=f"{where}.output")
             call_id = item.get("call_id")
-            found.append({"role": "tool", "tool_call_id": call_id, "content": output})
+            message = {"role": "tool", "tool_call_id": call_id, "content": output}
+            found.append((where, message))
         elif kind == "item_reference":
             raise UnsupportedParameter(
                 f"{where} refers to an item of an earlier answer, but none is kept: send the item",
@@ -106,12 +139,12 @@ def _messages(given: Any) -> list[dict[str, Any]]:
     return found
 
 
-def _add_call(messages: list[dict[str, Any]], item: dict[str, Any]) -> None:
+def _add_call(messages: list[tuple[str, dict[str, Any]]], where: str, item: dict[str, Any]) -> None:
     """Calls belong to the assistant's message before them."""
-    if not messages or messages[-1].get("role") != "assistant":
-        messages.append({"role": "assistant", "content": ""})
+    if not messages or messages[-1][1].get("role") != "assistant":
+        messages.append((where, {"role": "assistant", "content": ""}))
     function = {"name": item.get("name"), "arguments": item.get("arguments", "{}")}
-    calls = messages[-1].setdefault("tool_calls", [])
+    calls = messages[-1][1].setdefault("tool_calls", [])
     calls.append({"id": item.get("call_id"), "type": "function", "function": function})
 
 
@@ -139,7 +172,7 @@ def _response_format(text: dict[str, Any] | None) -> Any:
         return None
     inner = Fields(text, "text.")
     form = inner.object("format")
-    inner.unsupported("verbosity", ("medium",))
+    inner.ignored("verbosity", (str,))
     inner.finish()
     if form is not None and form.get("type") == "json_schema":
         return {"type": "json_schema", "json_schema": form}

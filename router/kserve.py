@@ -131,7 +131,10 @@ class Answer:
 
 
 async def read_infer(
-    service: TextService, tensors: Sequence[Tensor], parameters: dict[str, Any]
+    service: TextService,
+    tensors: Sequence[Tensor],
+    parameters: dict[str, Any],
+    key: Key | None,
 ) -> InferCall:
     """Raises InvalidRequest."""
     by_name: dict[str, Tensor] = {}
@@ -166,8 +169,8 @@ async def read_infer(
     fields = Fields(values | {"return_token_ids": True})
     options = read_completion_options(fields, service.vocabulary)
     fields.finish()
-    prompts = await service.encode_texts(text_input.values)
-    options = await service.checked(options, prompts)
+    prompts = await service.encode_texts(text_input.values, options)
+    options = await service.checked(options, prompts, key)
     return InferCall(prompts=prompts, options=options)
 
 

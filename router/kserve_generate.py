@@ -52,9 +52,9 @@ class Generate(GenerateEndpoint):
         refuse_unanswered(sampling)
         options = read_completion_options(sampling, self._service.vocabulary)
         sampling.finish()
-        prompt = await self._service.encode_text(text)
+        prompts = await self._service.encode_texts([text], options)
         return Ask(
-            prompts=[prompt], options=dataclasses.replace(options, stream=stream), texts=[text]
+            prompts=prompts, options=dataclasses.replace(options, stream=stream), texts=[text]
         )
 
     def format(self, answering: Answering, fields: Fields) -> Format:

@@ -143,13 +143,14 @@ class _Calls:
         request = _parsed(pb.ModelInferRequest, data)
         service.check_model(request.model_name)
         wanted = wanted_outputs([output.name for output in request.outputs])
-        call = await read_infer(service, _tensors(request), _parameters(request))
+        key = service.keys.check(dict(context.invocation_metadata()))
+        call = await read_infer(service, _tensors(request), _parameters(request), key)
         generation = start_infer(
             service,
             call,
             arrived_at=arrived_at,
             timeout_s=context.time_remaining(),
-            key=service.keys.check(dict(context.invocation_metadata())),
+            key=key,
         )
         with contextlib.closing(generation):
             if not (streams and call.options.stream):

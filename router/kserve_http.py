@@ -55,7 +55,7 @@ class ServerReady(Endpoint):
         service = self._service
         service.check_model(scope["path_params"].get("model"))
         if not service.fleet.is_ready() or service.admission.is_draining:
-            raise NotReady("; ".join(service.fleet.reasons()) or "the router is shutting down")
+            raise NotReady("; ".join(service.reasons(exchange.key)))
         await exchange.reply_json(200, {"ready": True})
 
 
@@ -116,7 +116,7 @@ class ModelInfer(Endpoint):
         tensors = _tensors(fields.take("inputs"), binary)
         wanted = _wanted(fields.take("outputs"))
         fields.finish()
-        call = await read_infer(self._service, tensors, parameters)
+        call = await read_infer(self._service, tensors, parameters, exchange.key)
         if call.options.stream:
             raise InvalidRequest("ModelInfer over HTTP does not stream", param="stream")
         generation = start_infer(

@@ -1,15 +1,17 @@
 """Chat messages as clients send them, to what templates expect.
 
-Null content becomes the empty string, other null fields vanish, a list of text parts becomes its
-text (joined by newlines) unless the template takes parts itself, `developer` is another word for
-`system`, and the arguments of tool calls become objects. Parts that are not text are refused.
+Only an assistant may say nothing: its null or missing content becomes the empty string. Other null
+fields vanish, a list of text parts becomes its text (joined by newlines) unless the template takes
+parts itself, `developer` is another word for `system`, and the arguments of tool calls become
+objects (arguments that were cut off stay the text they are). Parts that are not text are refused.
 """
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from common.errors import InvalidRequest, UnsupportedParameter
-from router.chat_template import Message
+from router.chat_template import Message, Verbatim
 from router.json_body import shortened
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
@@ -17,15 +19,19 @@ MAX_MESSAGES = 4096
 _TEXT_PARTS = ("text", "input_text", "output_text")
 
 
-def normalized_messages(given: Any, *, takes_parts: bool) -> list[Message]:
-    """Raises InvalidRequest."""
+def normalized_messages(
+    given: Any, *, takes_parts: bool, places: Sequence[str] | None = None
+) -> list[Message]:
+    """`places`: what the client calls each of them, if not `messages[i]`. Raises InvalidRequest."""
     if not isinstance(given, list):
         raise InvalidRequest("messages must be a list of messages", param="messages")
     if not given:
         raise InvalidRequest("messages must not be empty", param="messages")
     if len(given) > MAX_MESSAGES:
         raise InvalidRequest(f"more than {MAX_MESSAGES} messages", param="messages")
-    return [_normalized(message, f"messages[{i}]", takes_parts) for i, message in enumerate(given)]
+    if places is None:
+        places = [f"messages[{i}]" for i in range(len(given))]
+    return [_normalized(m, place, takes_parts) for m, place in zip(given, places, strict=True)]
 
 
 def _normalized(given: Any, where: str, takes_parts: bool) -> Message:
@@ -43,6 +49,8 @@ def _normalized(given: Any, where: str, takes_parts: bool) -> Message:
     for name in ("name", "tool_call_id", "refusal", "reasoning_content"):
         if not isinstance(message.get(name, ""), str):
             raise InvalidRequest(f"{where}.{name} must be a string", param=f"{where}.{name}")
+    if "content" not in message and role != "assistant":
+        raise InvalidRequest(f"{where}.content is required", param=f"{where}.content")
     message["content"] = _content(message.get("content", ""), f"{where}.content", takes_parts)
     if "tool_calls" in message:
         message["tool_calls"] = _tool_calls(message["tool_calls"], f"{where}.tool_calls")
@@ -88,6 +96,10 @@ def _tool_call(call: Any, where: str) -> dict[str, Any]:
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments or "{}")
-        except (ValueError, RecursionError):
-            raise InvalidRequest(f"{where}.function.arguments is not JSON", param=where) from None
+        except ValueError:
+            arguments = Verbatim(arguments)  # a call that was cut off, as we told it ourselves
+        except RecursionError:
+            raise InvalidRequest(
+                f"{where}.function.arguments are nested too deeply", param=where
+            ) from None
     return {**call, "function": {**function, "arguments": arguments}}

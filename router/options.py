@@ -8,12 +8,12 @@ both.
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from common.errors import InvalidRequest, UnsupportedParameter
 from common.request_checks import MAX_LIST, MAX_PRIORITY, listed_ids
 from common.types import SamplingParams
 from router.fields import Fields
+from router.protocols import CHAT, COMPLETIONS, Protocol
 from router.stop import StopSet
 from router.structured import Form, read_form
 from router.tools import ToolUse, read_tools
@@ -30,39 +30,6 @@ MAX_SALT_CHARS = 256
 MIN_REPETITION_PENALTY = 0.01
 _INT64 = 2**63
 
-_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "add_special_tokens": (),
-    "allowed_token_ids": ([],),
-    "early_stopping": (False,),
-    "guided_decoding_backend": ("auto",),
-    "guided_whitespace_pattern": (),
-    "kv_transfer_params": (),
-    "length_penalty": (1, 1.0),
-    "logits_processors": ([],),
-    "return_tokens_as_token_ids": (False,),
-    "service_tier": ("auto", "default"),
-    "skip_special_tokens": (True,),
-    "spaces_between_special_tokens": (True,),
-    "store": (False,),
-    "truncate_prompt_tokens": (),
-    "typical_p": (1, 1.0),
-    "use_beam_search": (False,),
-}
-_UNSUPPORTED_CHAT: dict[str, tuple[Any, ...]] = {
-    "audio": (),
-    "chat_template": (),
-    "documents": ([],),
-    "function_call": ("none", "auto"),
-    "functions": ([],),
-    "modalities": (["text"],),
-    "prediction": (),
-    "reasoning_effort": (),
-    "verbosity": (),
-    "web_search_options": (),
-}
-_UNSUPPORTED_COMPLETION: dict[str, tuple[Any, ...]] = {"suffix": ("",)}
-_IDENTIFIERS = ("user", "safety_identifier", "prompt_cache_key")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
@@ -77,11 +44,17 @@ class Options:
     include_stop: bool
     stream: bool
     include_usage: bool
+    has_usage_in_chunks: bool = False
     priority: int = 0
     """Higher is sooner, as workers see it."""
     cache_salt: str = ""
     echo: bool = False
+    """The prompt comes first in the answer."""
     returns_token_ids: bool = False
+    names_tokens_by_id: bool = False
+    """Scores name tokens `token_id:17`."""
+    keeps_last: int | None = None
+    """Prompt tokens: earlier ones are cut off; -1: as many as the context has room for."""
     tools: ToolUse | None = None
     form: Form | None = None
     prompt_logprobs: int | None = None
@@ -93,12 +66,13 @@ class Options:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Vocabulary:
-    """What the readers must know of the model."""
+    """What the readers must know of the model, and of how it is served."""
 
     size: int
     eos_token_ids: tuple[int, ...]
     encode: Callable[[str], list[int]]
     """Of a few words, without special tokens."""
+    keeps_tools_open: bool = False
 
 
 def read_chat_options(fields: Fields, vocabulary: Vocabulary) -> Options:
@@ -113,8 +87,8 @@ def read_chat_options(fields: Fields, vocabulary: Vocabulary) -> Options:
         vocabulary,
         logprobs=(num_top or 0) if has_logprobs else None,
         max_tokens=older if newer is None else newer,
-        tools=read_tools(fields),
-        unsupported=_UNSUPPORTED | _UNSUPPORTED_CHAT,
+        tools=read_tools(fields, keeps_open=vocabulary.keeps_tools_open),
+        protocol=CHAT,
     )
 
 
@@ -128,7 +102,7 @@ def read_completion_options(fields: Fields, vocabulary: Vocabulary) -> Options:
         # with echo, 0 asks for the prompt alone
         max_tokens=fields.integer("max_tokens", 0 if echo else 1, _INT64),
         echo=echo,
-        unsupported=_UNSUPPORTED | _UNSUPPORTED_COMPLETION,
+        protocol=COMPLETIONS,
     )
 
 
@@ -140,21 +114,17 @@ def _read(
     max_tokens: int | None,
     echo: bool = False,
     tools: ToolUse | None = None,
-    unsupported: dict[str, tuple[Any, ...]],
+    protocol: Protocol,
 ) -> Options:
     n = fields.integer("n", 1, MAX_N) or 1
     stream = fields.boolean("stream", False)
     min_tokens = fields.integer("min_tokens", 0, _INT64 - 1) or 0
     if max_tokens is not None and min_tokens > max_tokens:
         raise fields.wrong("min_tokens", f"must not exceed max_tokens ({max_tokens})", min_tokens)
-    for name in _IDENTIFIERS:
-        fields.text(name)
-    fields.object("metadata")
+    protocol.read(fields)
     _refuse_best_of(fields, n)
     prompt_logprobs = _prompt_logprobs(fields, stream)
     scored = [c for c in (prompt_logprobs, logprobs if echo else None) if c is not None]
-    for name, neutral in unsupported.items():
-        fields.unsupported(name, neutral)
     sampling = SamplingParams(
         max_tokens=0,
         temperature=fields.number("temperature", 1.0, 0.0, 2.0),
@@ -173,6 +143,7 @@ def _read(
         prompt_logprobs=max(scored, default=None),
     )
     _check_ids(sampling)
+    usage = _stream_options(fields, stream)
     form = _form(fields, tools)
     if form is not None and not set(vocabulary.eos_token_ids) <= set(sampling.stop_token_ids):
         raise InvalidRequest(
@@ -185,7 +156,8 @@ def _read(
         stops=_stops(fields),
         include_stop=fields.boolean("include_stop_str_in_output", False),
         stream=stream,
-        include_usage=_include_usage(fields, stream),
+        include_usage=usage.include_usage,
+        has_usage_in_chunks=usage.continuous_usage_stats,
         # as vLLM has it, clients count the other way: lower is sooner
         priority=-(fields.integer("priority", -MAX_PRIORITY, MAX_PRIORITY) or 0),
         cache_salt=_cache_salt(fields),
@@ -194,17 +166,24 @@ def _read(
         form=form,
         prompt_logprobs=prompt_logprobs,
         returns_token_ids=fields.boolean("return_token_ids", False),
+        names_tokens_by_id=fields.boolean("return_tokens_as_token_ids", False),
+        keeps_last=_keeps_last(fields),
     )
 
 
+def _keeps_last(fields: Fields) -> int | None:
+    name = "truncate_prompt_tokens"
+    given = fields.integer(name, -1, _INT64 - 1)
+    if given == 0:
+        raise fields.wrong(name, "must be -1 or at least 1", given)
+    return given
+
+
 def _form(fields: Fields, tools: ToolUse | None) -> Form | None:
+    """A call that is forced has a form of its own, which makes any other one moot."""
     form = read_form(fields)
     if tools is None or not (tools.is_named or tools.choice == "required"):
         return form
-    if form is not None:
-        raise InvalidRequest(
-            "tool_choice cannot be combined with a format of the output", param="tool_choice"
-        )
     callable_tools = [
         tool
         for tool in tools.tools
@@ -252,7 +231,11 @@ def _check_ids(sampling: SamplingParams) -> None:
 
 
 def _cache_salt(fields: Fields) -> str:
-    salt = fields.text("cache_salt") or ""
+    salt = fields.text("cache_salt")
+    if salt is None:
+        return ""
+    if not salt:
+        raise fields.wrong("cache_salt", "must not be empty; leave it out", salt)
     if len(salt) > MAX_SALT_CHARS:
         raise fields.wrong("cache_salt", f"must have at most {MAX_SALT_CHARS} characters", salt)
     return salt
@@ -313,15 +296,24 @@ def _stops(fields: Fields) -> StopSet | None:
     return StopSet(stops)
 
 
-def _include_usage(fields: Fields, stream: bool) -> bool:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _StreamOptions:
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+
+def _stream_options(fields: Fields, stream: bool) -> _StreamOptions:
     given = fields.object("stream_options")
     if given is None:
-        return False
+        return _StreamOptions()
     if not stream:
         raise InvalidRequest("stream_options needs stream to be true", param="stream_options")
     options = Fields(given, "stream_options.")
-    include_usage = options.boolean("include_usage", False)
-    options.unsupported("continuous_usage_stats", (False,))
-    options.unsupported("include_obfuscation", (False,))
+    found = _StreamOptions(
+        include_usage=options.boolean("include_usage", False),
+        continuous_usage_stats=options.boolean("continuous_usage_stats", False),
+    )
+    # padding against eavesdroppers, which no client may rely on
+    options.ignored("include_obfuscation", (bool,))
     options.finish()
-    return include_usage
+    return found

@@ -486,11 +486,20 @@ class MistralSplitter(CallsSplitter):
         super().__init__(_MISTRAL)
 
 
-class ListSplitter(CallsSplitter):
-    """An answer that the grammar made a list of calls (`tool_choice` required)."""
+class ListSplitter:
+    """An answer that the grammar made a list of calls (`tool_choice` required).
+
+    None of it is content: what is no call was cut off before it became one.
+    """
 
     def __init__(self) -> None:
-        super().__init__(_LIST, is_inside=True)
+        self._inner = CallsSplitter(_LIST, is_inside=True)
+
+    def push(self, text: str) -> list[Part]:
+        return [part for part in self._inner.push(text) if not isinstance(part, Content)]
+
+    def flush(self) -> list[Part]:
+        return [part for part in self._inner.flush() if not isinstance(part, Content)]
 
 
 class LlamaSplitter:

@@ -16,6 +16,7 @@ from typing import Any
 from llguidance import LLMatcher, grammar_from
 
 from common.errors import InvalidRequest, UnsupportedParameter
+from router.closed_objects import strict
 from router.fields import Fields
 from router.json_body import is_within, shortened
 
@@ -115,6 +116,8 @@ def _response_format(fields: Fields) -> Form | None:
                 "response_format.json_schema.schema must be an object",
                 param="response_format.json_schema.schema",
             )
+        if isinstance(described, dict) and described.get("strict") is True:
+            schema = strict(schema, "response_format.json_schema.schema")
         return _schema_form("response_format", schema)
     raise UnsupportedParameter(
         f"response_format.type must be text, json_object or json_schema, got {shortened(kind)}",

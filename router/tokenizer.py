@@ -230,7 +230,7 @@ class _Marked:
 
         def mark(value: Any) -> Any:
             if isinstance(value, str):
-                return control.sub(f"{start}\\g<0>{end}", value)
+                return type(value)(control.sub(f"{start}\\g<0>{end}", value))
             if isinstance(value, dict):
                 return {key: mark(inner) for key, inner in value.items()}
             return [mark(inner) for inner in value] if isinstance(value, list) else value

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from common.errors import InvalidRequest, UnsupportedParameter
+from router.closed_objects import closed, strict
 from router.fields import Fields
 from router.json_body import shortened
 from router.structured import json_grammar
@@ -25,12 +26,14 @@ class ToolUse:
     choice: str
     is_named: bool
     is_parallel: bool
+    keeps_open: bool = False
+    """Arguments may have properties that their schema neither names nor forbids."""
 
     @property
     def grammar(self) -> str | None:
         if self.is_named:
             (tool,) = [t for t in self.tools if t["function"]["name"] == self.choice]
-            return json_grammar(_parameters(tool))
+            return json_grammar(self._parameters(tool))
         return json_grammar(self._list_schema()) if self.choice == "required" else None
 
     def _list_schema(self) -> dict[str, Any]:
@@ -38,7 +41,7 @@ class ToolUse:
         calls = []
         for number, tool in enumerate(self.tools):
             place = f"tool_{number}"
-            definitions[place] = _placed(_parameters(tool), place)
+            definitions[place] = _placed(self._parameters(tool), place)
             calls.append(
                 {
                     "type": "object",
@@ -54,6 +57,13 @@ class ToolUse:
         if not self.is_parallel:
             schema["maxItems"] = 1
         return schema | {"$defs": definitions}
+
+    def _parameters(self, tool: dict[str, Any]) -> dict[str, Any]:
+        """The schema of a function's arguments, which are always an object."""
+        schema = {"type": "object"} | (tool["function"].get("parameters") or {})
+        if tool["function"].get("strict"):
+            return strict(schema, f"{tool['function']['name']}.parameters")
+        return schema if self.keeps_open else closed(schema)
 
 
 _VALUES = ("const", "default", "enum", "example", "examples")
@@ -95,7 +105,7 @@ def _placed(schema: dict[str, Any], name: str) -> dict[str, Any]:
     return {key: field(key, value) for key, value in schema.items() if key != "$id"}
 
 
-def read_tools(fields: Fields) -> ToolUse | None:
+def read_tools(fields: Fields, *, keeps_open: bool) -> ToolUse | None:
     """None when no tool may be used. Raises InvalidRequest."""
     given = fields.take("tools")
     choice = fields.take("tool_choice")
@@ -124,6 +134,7 @@ def read_tools(fields: Fields) -> ToolUse | None:
         choice=name or choice or "auto",
         is_named=name is not None,
         is_parallel=is_parallel,
+        keeps_open=keeps_open,
     )
 
 
@@ -162,9 +173,8 @@ def _tool(tool: Any, where: str) -> dict[str, Any]:
                 f"{where}.function.{field} is wrong: {shortened(function[field])}",
                 param=f"{where}.function.{field}",
             )
+    if function.get("strict"):
+        strict(
+            {"type": "object"} | (function.get("parameters") or {}), f"{where}.function.parameters"
+        )
     return {"type": "function", "function": function}
-
-
-def _parameters(tool: dict[str, Any]) -> dict[str, Any]:
-    """The schema of a function's arguments, which are always an object."""
-    return {"type": "object"} | (tool["function"].get("parameters") or {})

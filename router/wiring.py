@@ -29,7 +29,7 @@ from router.generation import TextService
 from router.grpc_front import GrpcFront, open_grpc
 from router.http_app import HttpServer, listen, make_app, make_server
 from router.interleave import Interleave
-from router.keys import KeyRing
+from router.keys import KeyRing, read_priorities
 from router.metrics import RouterMetrics
 from router.parts import guessed_tool_parser
 from router.routing import Predicting
@@ -137,6 +137,9 @@ def open_router(
         keys=KeyRing.open(
             None if config.api_keys is None else Path(config.api_keys), keys_of_environment()
         ),
+        priorities=read_priorities(config.priorities, "--priorities"),
+        keeps_tools_open=config.tool_objects == "open",
+        salts_by_key=config.prefix_sharing != "all",
         tool_parser=config.tool_parser or guessed_tool_parser(tokenizer.template.source),
         reasoning_parser=config.reasoning_parser,
     )

@@ -189,7 +189,6 @@ def test_markers_of_a_user_are_kept(tokenizer: Tokenizer) -> None:
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
-        (None, ""),
         ([], ""),
         ([{"type": "text", "text": "one"}], "one"),
         ([{"type": "text", "text": "one"}, {"type": "text", "text": "two"}], "one\ntwo"),

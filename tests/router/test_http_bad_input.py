@@ -263,7 +263,6 @@ def test_b36_stops_that_are_taken(stack: Stack, stop: Any) -> None:
         {"response_format": {"type": "structural_tag"}},
         {"typical_p": 0.5},
         {"allowed_token_ids": [5]},
-        {"stream_options": {"continuous_usage_stats": True}, "stream": True},
     ],
 )
 def test_unsupported_parameters_are_named(stack: Stack, fields: dict[str, Any]) -> None:

@@ -64,7 +64,7 @@ def test_forms_are_converted_off_the_loop(stack: Stack) -> None:
 
     form = Form(name="guided_json", source={}, convert=convert)
     options = read_completion_options(Fields({}), service.vocabulary)
-    checked = stack.call(service.checked, dataclasses.replace(options, form=form), [])
+    checked = stack.call(service.checked, dataclasses.replace(options, form=form), [], None)
     assert checked.sampling.grammar == json_grammar({"type": "object"})
     loops = stack.do(lambda: threading.current_thread().name)
     assert threads

@@ -165,7 +165,7 @@ CASES: list[Case] = [
     kept(LlamaSplitter, "<|python_tag|>print(1)"),
     kept(LlamaSplitter, " plain"),
     kept(LlamaSplitter, " "),
-    kept(ListSplitter, '[{"name": "f", "para'),
+    (ListSplitter, '[{"name": "f", "para', ("", "", [])),
     (
         ListSplitter,
         '[{"name": "f", "parameters": {"a": "x"}}, {"name": "g", "parameters": {}}]',
@@ -213,11 +213,13 @@ def test_parts_are_the_same_for_every_way_of_cutting(
     splitter = make()
     whole = joined(splitter.push(text) + splitter.flush())
     assert taken_apart(make(), text, rng) == whole
-    if not whole[2]:
+    if make is ListSplitter:
+        assert not whole[0], "the grammar makes calls, so nothing of it is content"
+    elif not whole[2]:
         assert whole[0] == text
 
 
-@pytest.mark.parametrize("make", FORMATS)
+@pytest.mark.parametrize("make", [form for form in FORMATS if form is not ListSplitter])
 @given(scraps=st.lists(st.sampled_from(SCRAPS), max_size=24).map("".join), rng=st.randoms())
 @settings(max_examples=100, deadline=None)
 def test_text_without_a_call_stays_content(
@@ -378,14 +380,6 @@ def test_a_tool_may_refer_to_itself(model_dir: Path) -> None:
         ({"tool_choice": "required"}, "tool_choice"),
         (
             {"tools": [CLOCK], "tool_choice": {"type": "function", "function": {"name": "x"}}},
-            "tool_choice",
-        ),
-        (
-            {
-                "tools": [CLOCK],
-                "tool_choice": "required",
-                "response_format": {"type": "json_object"},
-            },
             "tool_choice",
         ),
     ],
