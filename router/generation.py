@@ -138,6 +138,11 @@ class TextService:
         if name is not None and name != self.model_name:
             raise ModelNotFound(f"the model {shortened(name)} does not exist", param="model")
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether a request would succeed."""
+        return self.fleet.is_ready() and not self.admission.is_draining
+
     def reasons(self, key: Key | None) -> list[str]:
         """What keeps a request from succeeding. Who has no key where keys are in use is told no
         addresses.

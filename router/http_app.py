@@ -30,6 +30,7 @@ from router.http_protocol import HttpProtocol
 from router.http_responses import ResponsesEndpoint
 from router.json_body import is_within, shortened
 from router.kserve_generate import Generate, GenerateStream
+from router.kserve_http import kserve_error
 from router.messages import normalized_messages
 from router.openapi import document
 
@@ -59,6 +60,7 @@ def make_app(service: TextService, max_body_bytes: int) -> ASGIApp:
         ("/ping", Health(service)),
         ("/tokenize", Tokenize(service, max_body_bytes)),
         ("/detokenize", Detokenize(service, max_body_bytes)),
+        ("/v2/repository/index", kserve_http.RepositoryIndex(service)),
         ("/v2/models/{model:path}/infer", kserve_http.ModelInfer(service, max_body_bytes)),
         ("/v2/models/{model:path}/generate", Generate(service, max_body_bytes)),
         ("/v2/models/{model:path}/generate_stream", GenerateStream(service, max_body_bytes)),
@@ -74,9 +76,10 @@ def make_app(service: TextService, max_body_bytes: int) -> ASGIApp:
         ("/version", Version(service)),
         ("/openapi.json", Document(service)),
         ("/v2", kserve_http.ServerMetadata(service, tandem_version())),
-        ("/v2/health/live", kserve_http.Live("/v2/health/live", service.new_request_id)),
+        ("/v2/health/live", kserve_http.Live(service)),
         ("/v2/health/ready", kserve_http.ServerReady(service)),
-        ("/v2/models/{model:path}/ready", kserve_http.ServerReady(service)),
+        ("/v2/models/{model:path}/config", kserve_http.ModelConfig(service)),
+        ("/v2/models/{model:path}/ready", kserve_http.ModelReady(service)),
         ("/v2/models/{model:path}/infer", OnlyPost(service)),
         ("/v2/models/{model:path}/generate", OnlyPost(service)),
         ("/v2/models/{model:path}/generate_stream", OnlyPost(service)),
@@ -107,22 +110,32 @@ class Direct:
                 except TandemError as error:
                     if scope["path"] in _WITHOUT_KEY:
                         return await app(scope, receive, send)
-                    app = Refuse(error, app if isinstance(app, Endpoint) else None, self._service)
+                    asked = app if isinstance(app, Endpoint) else None
+                    app = Refuse(error, asked, self._service, is_kserve=_is_kserve(scope["path"]))
         await app(scope, receive, send)
+
+
+def _is_kserve(path: str) -> bool:
+    return path == "/v2" or path.startswith("/v2/")
 
 
 class Refuse(Endpoint):
     """Answers with an error, in the form of the endpoint that was asked."""
 
-    def __init__(self, error: TandemError, asked: Endpoint | None, service: TextService) -> None:
+    def __init__(
+        self, error: TandemError, asked: Endpoint | None, service: TextService, *, is_kserve: bool
+    ) -> None:
         super().__init__("Refuse", service.new_request_id)
         self._error = error
         self._asked = asked
+        self._is_kserve = is_kserve
 
     async def answer(self, exchange: Exchange, scope: Scope) -> None:
         raise self._error
 
     def error_body(self, error: TandemError) -> bytes:
+        if self._is_kserve:
+            return kserve_error(error)
         return error_body(error) if self._asked is None else self._asked.error_body(error)
 
     def ended(self, error: TandemError | None) -> None:
@@ -177,9 +190,10 @@ class Ready(_View):
     async def answer(self, exchange: Exchange, scope: Scope) -> None:
         service = self._service
         reasons = service.reasons(exchange.key)
-        is_ready = service.fleet.is_ready() and not service.admission.is_draining
-        status = "ready" if is_ready else "not ready"
-        await exchange.reply_json(200 if is_ready else 503, {"status": status, "reasons": reasons})
+        status = "ready" if service.is_ready else "not ready"
+        await exchange.reply_json(
+            200 if service.is_ready else 503, {"status": status, "reasons": reasons}
+        )
 
 
 class Version(_View):
@@ -192,7 +206,8 @@ class OnlyPost(_View):
 
     async def answer(self, exchange: Exchange, scope: Scope) -> None:
         error = MethodNotAllowed(f"{shortened(scope['path'])} takes POST only")
-        await exchange.reply(error.http_status, error_body(error), [(b"allow", b"POST")])
+        body = kserve_error(error)
+        await exchange.reply(error.http_status, body, [(b"allow", b"POST")])
 
 
 class Document(_View):
@@ -331,7 +346,8 @@ async def _explain(service: TextService, request: Request, error: Exception) -> 
     elif status == 405:
         found = MethodNotAllowed(f"{path} does not take {method}")
         headers |= getattr(error, "headers", None) or {}
-    return Response(error_body(found), status, headers, media_type="application/json")
+    body = kserve_error(found) if _is_kserve(request.url.path) else error_body(found)
+    return Response(body, status, headers, media_type="application/json")
 
 
 class HttpServer(uvicorn.Server):

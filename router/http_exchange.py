@@ -71,6 +71,11 @@ class Exchange:
         self.sent = found.keys()
         return found
 
+    def has_body(self) -> bool:
+        return self.header("content-length") not in (None, "0") or (
+            self.header("transfer-encoding") is not None
+        )
+
     async def body(self, max_bytes: int) -> bytes:
         """Raises RequestTooLarge or ClientGone."""
         announced = self.header("content-length")

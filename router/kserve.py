@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from common.errors import InvalidRequest
+from common.errors import InvalidRequest, ModelNotFound
 from router.fields import Fields
 from router.generation import DEFAULT_COMPLETION_TOKENS, Generation, TextService
 from router.json_body import parse_json_object, shortened
@@ -31,6 +31,8 @@ OUTPUTS = (
     ("finish_reason", "BYTES", [-1]),
     ("num_output_tokens", "INT32", [-1]),
 )
+VERSION = "1"
+"""Of the model: there is one."""
 MAX_TEXTS = 1024
 """Elements of an input."""
 _MAX_DIMENSIONS = 16
@@ -88,6 +90,44 @@ _SCALARS = frozenset(
     ]
 )
 """Fields that are numbers or truth values: those may be written as texts."""
+
+
+def model_config(name: str) -> dict[str, Any]:
+    """As Triton's model configuration has it, for the JSON and the protobuf form."""
+    types = {"BYTES": "TYPE_STRING", "BOOL": "TYPE_BOOL", "INT32": "TYPE_INT32"}
+    return {
+        "name": name,
+        "platform": "tandem",
+        "backend": "tandem",
+        "max_batch_size": 0,
+        "input": [
+            {"name": n, "data_type": types[kind], "dims": dims, "optional": n != "text_input"}
+            for n, kind, dims in INPUTS
+        ],
+        "output": [
+            {"name": n, "data_type": types[kind], "dims": dims} for n, kind, dims in OUTPUTS
+        ],
+        "model_transaction_policy": {"decoupled": True},
+    }
+
+
+def repository_index(service: TextService) -> list[dict[str, str]]:
+    is_ready = service.is_ready
+    return [
+        {
+            "name": service.model_name,
+            "version": VERSION,
+            "state": "READY" if is_ready else "UNAVAILABLE",
+            "reason": "" if is_ready else "; ".join(service.reasons(None)),
+        }
+    ]
+
+
+def check_served(service: TextService, name: str, version: str) -> None:
+    """Raises ModelNotFound."""
+    if name != service.model_name or version not in ("", VERSION):
+        what = shortened(name) if version in ("", VERSION) else f"{name}, version {version}"
+        raise ModelNotFound(f"the model {what} does not exist", param="model")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,14 +12,14 @@ from typing import Any, ClassVar
 
 from starlette.types import Scope
 
-from common.errors import InvalidRequest, ModelNotFound
+from common.errors import InvalidRequest, TandemError
 from router.fields import Fields
 from router.generation import DEFAULT_COMPLETION_TOKENS, Usage
 from router.http_exchange import Exchange, to_json
 from router.http_format import Answering, Format
 from router.http_generate import Ask, GenerateEndpoint
-from router.json_body import shortened
-from router.kserve import refuse_unanswered
+from router.kserve import VERSION, check_served, refuse_unanswered
+from router.kserve_http import kserve_error, named
 from router.options import read_completion_options
 from router.text_output import Piece
 
@@ -30,9 +30,7 @@ class Generate(GenerateEndpoint):
     streams: ClassVar[bool] = False
 
     async def answer(self, exchange: Exchange, scope: Scope) -> None:
-        name = scope["path_params"]["model"]
-        if name != self._service.model_name:
-            raise ModelNotFound(f"the model {shortened(name)} does not exist", param="model")
+        check_served(self._service, *named(scope))
         await super().answer(exchange, scope)
 
     async def read(self, fields: Fields) -> Ask:
@@ -57,6 +55,12 @@ class Generate(GenerateEndpoint):
             prompts=prompts, options=dataclasses.replace(options, stream=stream), texts=[text]
         )
 
+    def error_body(self, error: TandemError) -> bytes:
+        return kserve_error(error)
+
+    def error_event(self, error: TandemError) -> bytes:
+        return b"data: " + kserve_error(error) + b"\n\n"
+
     def format(self, answering: Answering, fields: Fields) -> Format:
         return GenerateFormat(answering, fields.text("id"))
 
@@ -68,7 +72,7 @@ class GenerateStream(Generate):
 
 class GenerateFormat:
     def __init__(self, answering: Answering, request_id: str | None) -> None:
-        about: dict[str, Any] = {"model_name": answering.model, "model_version": "1"}
+        about: dict[str, Any] = {"model_name": answering.model, "model_version": VERSION}
         if request_id is not None:
             about["id"] = request_id
         self._about = about

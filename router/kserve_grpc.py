@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import anyio
 import grpc
 import grpc.aio
+from google.protobuf.json_format import ParseDict
 from google.protobuf.message import DecodeError, Message
 
 from common.errors import Cancelled, InternalError, InvalidRequest, TandemError
@@ -22,10 +23,14 @@ from router.http_generate import count_request
 from router.kserve import (
     INPUTS,
     OUTPUTS,
+    VERSION,
     Answer,
     Tensor,
+    check_served,
+    model_config,
     packed_texts,
     read_infer,
+    repository_index,
     start_infer,
     tensor_of,
     unpacked,
@@ -50,6 +55,8 @@ def kserve_handler(service: TextService, version: str) -> Any:
         "ModelReady": calls.model_ready,
         "ServerMetadata": calls.server_metadata,
         "ModelMetadata": calls.model_metadata,
+        "ModelConfig": calls.model_config,
+        "RepositoryIndex": calls.repository_index,
         "ModelInfer": calls.model_infer,
     }
     handlers = {
@@ -70,35 +77,49 @@ class _Calls:
         self._service = service
         self._version = version
 
-    @property
-    def _is_ready(self) -> bool:
-        return self._service.fleet.is_ready() and not self._service.admission.is_draining
-
     async def server_live(self, data: bytes, context: Any) -> pb.ServerLiveResponse:
         return pb.ServerLiveResponse(live=True)
 
     async def server_ready(self, data: bytes, context: Any) -> pb.ServerReadyResponse:
-        return pb.ServerReadyResponse(ready=self._is_ready)
+        return pb.ServerReadyResponse(ready=self._service.is_ready)
 
     async def model_ready(self, data: bytes, context: Any) -> pb.ModelReadyResponse:
         async with _told(context):
-            name = _parsed(pb.ModelReadyRequest, data).name
-            return pb.ModelReadyResponse(ready=name == self._service.model_name and self._is_ready)
+            request = _parsed(pb.ModelReadyRequest, data)
+            is_known = request.name == self._service.model_name
+            is_known = is_known and request.version in ("", VERSION)
+            return pb.ModelReadyResponse(ready=is_known and self._service.is_ready)
 
     async def server_metadata(self, data: bytes, context: Any) -> pb.ServerMetadataResponse:
         return pb.ServerMetadataResponse(name="tandem", version=self._version)
 
     async def model_metadata(self, data: bytes, context: Any) -> pb.ModelMetadataResponse:
         async with _told(context):
-            self._service.check_model(_parsed(pb.ModelMetadataRequest, data).name)
+            request = _parsed(pb.ModelMetadataRequest, data)
+            check_served(self._service, request.name, request.version)
             tensor = pb.ModelMetadataResponse.TensorMetadata
             return pb.ModelMetadataResponse(
                 name=self._service.model_name,
-                versions=["1"],
+                versions=[VERSION],
                 platform="tandem",
                 inputs=[tensor(name=n, datatype=d, shape=s) for n, d, s in INPUTS],
                 outputs=[tensor(name=n, datatype=d, shape=s) for n, d, s in OUTPUTS],
             )
+
+    async def model_config(self, data: bytes, context: Any) -> pb.ModelConfigResponse:
+        async with _told(context):
+            request = _parsed(pb.ModelConfigRequest, data)
+            check_served(self._service, request.name, request.version)
+            config = ParseDict(model_config(self._service.model_name), pb.ModelConfig())
+            return pb.ModelConfigResponse(config=config)
+
+    async def repository_index(self, data: bytes, context: Any) -> pb.RepositoryIndexResponse:
+        async with _told(context):
+            request = _parsed(pb.RepositoryIndexRequest, data)
+            models = repository_index(self._service)
+            if request.ready:
+                models = [model for model in models if model["state"] == "READY"]
+            return ParseDict({"models": models}, pb.RepositoryIndexResponse())
 
     async def model_infer(self, data: bytes, context: Any) -> pb.ModelInferResponse:
         async with _told(context), self._counted("ModelInfer"):
@@ -141,7 +162,7 @@ class _Calls:
         service = self._service
         arrived_at = service.clock.now()
         request = _parsed(pb.ModelInferRequest, data)
-        service.check_model(request.model_name)
+        check_served(service, request.model_name, request.model_version)
         wanted = wanted_outputs([output.name for output in request.outputs])
         key = service.keys.check(dict(context.invocation_metadata()))
         call = await read_infer(service, _tensors(request), _parameters(request), key)
@@ -171,7 +192,7 @@ class _Calls:
         self, request: pb.ModelInferRequest, answer: Answer, wanted: Sequence[str]
     ) -> pb.ModelInferResponse:
         response = pb.ModelInferResponse(
-            model_name=self._service.model_name, model_version="1", id=request.id
+            model_name=self._service.model_name, model_version=VERSION, id=request.id
         )
         for name, datatype, column in answer.columns(wanted):
             response.outputs.add(name=name, datatype=datatype, shape=[len(column)])

@@ -8,73 +8,126 @@ from typing import Any
 
 from starlette.types import Scope
 
-from common.errors import InvalidRequest, ModelNotFound, NotReady, TandemError
+from common.errors import InvalidRequest, NotReady, TandemError
 from router.fields import Fields
 from router.generation import TextService
-from router.http_exchange import Endpoint, Exchange
+from router.http_exchange import Endpoint, Exchange, to_json
 from router.http_generate import count_request, timeout_of
 from router.json_body import parse_json_object, shortened
 from router.kserve import (
     INPUTS,
+    MAX_TEXTS,
     OUTPUTS,
+    VERSION,
     Answer,
     Tensor,
+    check_served,
+    model_config,
     read_infer,
+    repository_index,
     start_infer,
     tensor_of,
     unpacked,
     wanted_outputs,
 )
 
+_MAX_INDEX_BYTES = 4096
 HEADER_LENGTH = "inference-header-content-length"
 
 
-class Live(Endpoint):
+def kserve_error(error: TandemError) -> bytes:
+    """As the protocol has it: the text alone."""
+    return to_json({"error": error.message})
+
+
+class _View(Endpoint):
+    """A GET (or a POST that asks for nothing) that shows something of the service."""
+
+    def __init__(self, service: TextService) -> None:
+        super().__init__(type(self).__name__, service.new_request_id)
+        self._service = service
+
+    def error_body(self, error: TandemError) -> bytes:
+        return kserve_error(error)
+
+    def check_model(self, scope: Scope) -> None:
+        check_served(self._service, *named(scope))
+
+
+def named(scope: Scope) -> tuple[str, str]:
+    """The model and the version that a path names."""
+    name, versions, version = scope["path_params"]["model"].rpartition("/versions/")
+    return (name, version) if versions else (version, "")
+
+
+class Live(_View):
     async def answer(self, exchange: Exchange, scope: Scope) -> None:
         await exchange.reply_json(200, {"live": True})
 
 
-class ServerMetadata(Endpoint):
+class ServerMetadata(_View):
     def __init__(self, service: TextService, version: str) -> None:
-        super().__init__("/v2", service.new_request_id)
+        super().__init__(service)
         self._version = version
 
     async def answer(self, exchange: Exchange, scope: Scope) -> None:
-        about = {"name": "tandem", "version": self._version, "extensions": []}
+        about = {
+            "name": "tandem",
+            "version": self._version,
+            "extensions": [
+                "binary_tensor_data",
+                "generate",
+                "model_configuration",
+                "model_repository",
+            ],
+        }
         await exchange.reply_json(200, about)
 
 
-class ServerReady(Endpoint):
-    """Also of a model, where the path names one."""
-
-    def __init__(self, service: TextService) -> None:
-        super().__init__("/v2/health/ready", service.new_request_id)
-        self._service = service
-
+class ServerReady(_View):
     async def answer(self, exchange: Exchange, scope: Scope) -> None:
-        service = self._service
-        service.check_model(scope["path_params"].get("model"))
-        if not service.fleet.is_ready() or service.admission.is_draining:
-            raise NotReady("; ".join(service.reasons(exchange.key)))
+        if not self._service.is_ready:
+            raise NotReady("; ".join(self._service.reasons(exchange.key)))
         await exchange.reply_json(200, {"ready": True})
 
 
-class ModelMetadata(Endpoint):
-    def __init__(self, service: TextService) -> None:
-        super().__init__("/v2/models", service.new_request_id)
-        self._service = service
-
+class ModelReady(ServerReady):
     async def answer(self, exchange: Exchange, scope: Scope) -> None:
-        self._service.check_model(scope["path_params"]["model"])
+        self.check_model(scope)
+        await super().answer(exchange, scope)
+
+
+class ModelMetadata(_View):
+    async def answer(self, exchange: Exchange, scope: Scope) -> None:
+        self.check_model(scope)
         await exchange.reply_json(
             200,
             {
                 "name": self._service.model_name,
-                "versions": ["1"],
+                "versions": [VERSION],
                 "platform": "tandem",
                 "inputs": [{"name": n, "datatype": d, "shape": s} for n, d, s in INPUTS],
                 "outputs": [{"name": n, "datatype": d, "shape": s} for n, d, s in OUTPUTS],
             },
+        )
+
+
+class ModelConfig(_View):
+    async def answer(self, exchange: Exchange, scope: Scope) -> None:
+        self.check_model(scope)
+        await exchange.reply_json(200, model_config(self._service.model_name))
+
+
+class RepositoryIndex(_View):
+    async def answer(self, exchange: Exchange, scope: Scope) -> None:
+        only_ready = False
+        if exchange.has_body():
+            fields = Fields(await exchange.json_object(_MAX_INDEX_BYTES))
+            only_ready = fields.boolean("ready", False)
+            fields.finish()
+        index = repository_index(self._service)
+        await exchange.reply_json(
+            200, [model for model in index if model["state"] == "READY" or not only_ready]
         )
 
 
@@ -89,11 +142,12 @@ class ModelInfer(Endpoint):
     def ended(self, error: TandemError | None) -> None:
         count_request(self._service, self.path, error)
 
+    def error_body(self, error: TandemError) -> bytes:
+        return kserve_error(error)
+
     async def answer(self, exchange: Exchange, scope: Scope) -> None:
         arrived_at = self._service.clock.now()
-        name = scope["path_params"]["model"]
-        if name != self._service.model_name:
-            raise ModelNotFound(f"the model {shortened(name)} does not exist", param="model")
+        check_served(self._service, *named(scope))
         body, binary = await self._body(exchange)
         await exchange.unless_gone(lambda: self._infer(exchange, body, binary, arrived_at))
 
@@ -139,7 +193,7 @@ class ModelInfer(Endpoint):
             200,
             {
                 "model_name": self._service.model_name,
-                "model_version": "1",
+                "model_version": VERSION,
                 **about,
                 "outputs": outputs,
             },
@@ -156,12 +210,14 @@ def _tensors(given: Any, binary: bytes) -> list[Tensor]:
         if name is None or datatype is None:
             raise InvalidRequest("an input needs a name and a datatype", param="inputs")
         shape, data = fields.take("shape"), fields.take("data")
+        if shape is None:
+            raise InvalidRequest(f"the input {shortened(name)} needs a shape", param=name[:64])
         about = Fields(fields.object("parameters") or {}, "inputs.parameters.")
         size = about.integer("binary_data_size", 0, 2**53 - 1)
         about.finish()
         fields.finish()
         if size is None:
-            values = _flat(data)
+            values = _flat(name, data)
         elif size > len(binary) or data is not None:
             what = "cut off" if data is None else "given twice"
             raise InvalidRequest(f"the data of {shortened(name)} is {what}", param="inputs")
@@ -190,18 +246,26 @@ def _wanted(given: Any) -> tuple[str, ...]:
     return wanted_outputs(names)
 
 
-def _flat(data: Any) -> list[Any]:
+def _flat(name: str, data: Any) -> list[Any]:
     """Values of nested lists in order."""
     if not isinstance(data, list):
-        raise InvalidRequest("the data of an input must be a list", param="inputs")
+        raise _wrong(name, "must be a list")
     found: list[Any] = []
-    waiting = data[::-1]
+    waiting = [data]
+    num_lists = 0
     while waiting:
         value = waiting.pop()
         if isinstance(value, list):
-            waiting.extend(value[::-1])
+            num_lists += 1
+            if len(found) + len(waiting) + len(value) > MAX_TEXTS or num_lists > 2 * MAX_TEXTS:
+                raise _wrong(name, f"has more than {MAX_TEXTS} elements")
+            waiting.extend(reversed(value))
         elif isinstance(value, str | int | float | bool):
             found.append(value)
         else:
-            raise InvalidRequest("an input holds something that is no value", param="inputs")
+            raise _wrong(name, "holds something that is no value")
     return found
+
+
+def _wrong(name: str, what: str) -> InvalidRequest:
+    return InvalidRequest(f"the data of the input {shortened(name)} {what}", param=name[:64])

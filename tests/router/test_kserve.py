@@ -183,6 +183,14 @@ def test_over_http(stack: Stack) -> None:
         assert stack.http.post(path, json=wrong).status_code == 400
 
 
+def text_of_error(response: Any) -> str:
+    """T24: in this protocol an error is a text, and nothing else."""
+    body = response.json()
+    assert body.keys() == {"error"}
+    assert isinstance(body["error"], str)
+    return str(body["error"])
+
+
 def infer(stack: Stack, *inputs: dict[str, Any], **body: Any) -> Any:
     path = f"/v2/models/{stack.router.service.model_name}/infer"
     return stack.http.post(path, json={"inputs": list(inputs), **body})
@@ -232,7 +240,8 @@ def test_tensors_that_are_not_what_they_say(
     stack: Stack, inputs: list[dict[str, Any]], param: str
 ) -> None:
     response = infer(stack, *inputs)
-    assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+    assert response.status_code == 400
+    assert param in text_of_error(response)
 
 
 @pytest.mark.parametrize(
@@ -243,9 +252,9 @@ def test_tensors_that_are_not_what_they_say(
         ({"parameters": {"logprobs": 1}}, "logprobs"),
         ({"parameters": {"return_token_ids": True}}, "return_token_ids"),
         ({"parameters": {"max_tokens": 1, "stream_options": {}}}, "stream_options"),
-        ({"outputs": [{"name": "logits"}]}, "outputs"),
+        ({"outputs": [{"name": "logits"}]}, "logits"),
         ({"outputs": ["text_output"]}, "outputs"),
-        ({"outputs": [{"name": "text_output"}] * 2}, "outputs"),
+        ({"outputs": [{"name": "text_output"}] * 2}, "text_output"),
         ({"outputs": [{"name": "text_output", "parameters": {"classification": 3}}]}, None),
     ],
 )
@@ -254,7 +263,7 @@ def test_nothing_in_a_call_is_ignored(
 ) -> None:
     response = infer(stack, TEXT, **body)
     assert response.status_code == 400
-    assert param in (None, response.json()["error"]["param"])
+    assert (param or "classification") in text_of_error(response)
 
 
 def test_the_outputs_that_are_asked_for(stack: Stack, channel: grpc.Channel) -> None:
@@ -330,7 +339,69 @@ def test_generate_stream_joins_to_the_whole_text(stack: Stack, n: int) -> None:
 def test_generate_refuses_by_name(stack: Stack, body: dict[str, Any], param: str) -> None:
     response = generate(stack, **body)
     assert response.status_code == 400
-    assert response.json()["error"]["param"] == param
+    assert param in text_of_error(response)
     assert stack.http.post("/v2/models/nobody/generate", json={}).status_code == 404
     name = stack.router.service.model_name
     assert stack.http.get(f"/v2/models/{name}/generate").status_code == 405
+
+
+def test_t24_every_error_has_the_protocol_s_own_form(stack: Stack) -> None:
+    name = stack.router.service.model_name
+    for method, path, status in (
+        ("GET", "/v2/models/other", 404),
+        ("GET", "/v2/models/other/config", 404),
+        ("GET", f"/v2/models/{name}/versions/2", 404),
+        ("GET", "/v2/nothing", 404),
+        ("DELETE", "/v2", 405),
+        ("GET", f"/v2/models/{name}/infer", 405),
+        ("POST", "/v2/models/other/infer", 404),
+        ("POST", f"/v2/models/{name}/infer", 400),
+        ("POST", f"/v2/models/{name}/generate", 400),
+        ("POST", f"/v2/models/{name}/generate_stream", 400),
+        ("POST", "/v2/repository/index", 400),
+    ):
+        response = stack.http.request(method, path, content=b"{" if method == "POST" else None)
+        assert response.status_code == status, path
+        assert text_of_error(response)
+
+
+def test_t24_configuration_and_index(stack: Stack, channel: grpc.Channel) -> None:
+    name = stack.router.service.model_name
+    shown = stack.http.get(f"/v2/models/{name}/config").json()
+    assert shown["input"][0] == {
+        "name": "text_input",
+        "data_type": "TYPE_STRING",
+        "dims": [-1],
+        "optional": False,
+    }
+    assert shown["model_transaction_policy"] == {"decoupled": True}
+    config = call(channel, "ModelConfig", pb.ModelConfigRequest(name=name)).config
+    assert (config.name, config.input[1].data_type) == (name, pb.TYPE_BOOL)
+    assert [output.name for output in config.output] == [o["name"] for o in shown["output"]]
+    ready = {"name": name, "version": "1", "state": "READY", "reason": ""}
+    assert stack.http.post("/v2/repository/index").json() == [ready]
+    assert stack.http.post("/v2/repository/index", json={"ready": True}).json() == [ready]
+    (model,) = call(channel, "RepositoryIndex", pb.RepositoryIndexRequest(ready=True)).models
+    assert (model.name, model.state) == (name, "READY")
+    with pytest.raises(grpc.RpcError) as found:
+        call(channel, "ModelConfig", pb.ModelConfigRequest(name=name, version="2"))
+    assert status_of(found) == "NOT_FOUND"
+
+
+def test_t24_a_version_in_the_path(stack: Stack) -> None:
+    name = stack.router.service.model_name
+    for tail in ("", "/ready", "/config"):
+        assert stack.http.get(f"/v2/models/{name}/versions/1{tail}").status_code == 200
+    path = f"/v2/models/{name}/versions/1/infer"
+    answer = stack.http.post(path, json={"inputs": [TEXT], "parameters": {"max_tokens": 2}})
+    assert answer.json()["outputs"][0]["data"] == ["a b"]
+
+
+def test_t24_inputs_have_shapes(stack: Stack) -> None:
+    for shape in ({}, {"shape": None}):
+        without = {name: value for name, value in TEXT.items() if name != "shape"}
+        response = infer(stack, without | shape)
+        assert response.status_code == 400
+        assert "needs a shape" in text_of_error(response)
+    nested = {**TEXT, "data": [[[]] * 1000] * 5}
+    assert "elements" in text_of_error(infer(stack, nested))
