@@ -9,6 +9,8 @@ Files are read again when they change: a server looks at each handshake, a clien
 opens a stream.
 """
 
+import os
+import ssl
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,16 +30,20 @@ class InternalTls:
 
     @staticmethod
     def of(directory: str | None) -> "InternalTls | None":
-        """Raises ConfigError when a file is missing."""
+        """Raises ConfigError when a file is missing, cannot be read, or is no good."""
         if directory is None:
             return None
-        missing = [name for name in FILES if not Path(directory, name).is_file()]
+        missing = [name for name in FILES if not _exists(Path(directory, name))]
         if missing:
             raise ConfigError(
                 f"--internal-tls {directory}: {', '.join(missing)} missing; "
                 f"for development, make them with: tandem certs --out {directory}"
             )
-        return InternalTls(Path(directory))
+        found = InternalTls(Path(directory))
+        for name in FILES:
+            check_readable("--internal-tls", Path(directory, name))
+        check_pair("--internal-tls", Path(directory, "node.pem"), Path(directory, "node-key.pem"))
+        return found
 
     def stamp(self) -> tuple[int, ...]:
         """Changes when a file does."""
@@ -81,6 +87,39 @@ class InternalTls:
         return GrpcPeer(address, self)
 
 
+def _exists(path: Path) -> bool:
+    """True also for what may not be looked at: reading it will tell."""
+    try:
+        return path.exists()
+    except PermissionError:
+        return True
+
+
+def check_readable(option: str, path: Path) -> bytes:
+    """Raises ConfigError, naming the option and the file."""
+    try:
+        return path.read_bytes()
+    except PermissionError:
+        raise ConfigError(
+            f"{option}: {path} may not be read by user {os.geteuid()}; containers run in group 0, "
+            f"so for them: chgrp 0 {path.name} && chmod 640 {path.name}"
+        ) from None
+    except OSError as error:
+        raise ConfigError(f"{option}: {path}: {error.strerror}") from None
+
+
+def check_pair(option: str, certificate: Path, key: Path) -> None:
+    """Raises ConfigError when they are no certificate and its private key."""
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "reason", None) or error
+        raise ConfigError(
+            f"{option}: {certificate} and {key} are no certificate chain (PEM) and its private "
+            f"key: {reason}"
+        ) from None
+
+
 def make_certificates(config: CertsConfig) -> None:
     """A CA and one node's certificate. An existing CA in the directory is used again."""
     out = Path(config.out)
@@ -115,8 +154,9 @@ def make_certificates(config: CertsConfig) -> None:
         str(config.days),
     )
     (out / "node.csr").unlink()
-    for name in ("ca-key.pem", "node-key.pem"):
-        (out / name).chmod(0o600)
+    (out / "ca-key.pem").chmod(0o600)
+    # of group 0, containers can read it, whatever user they run as
+    (out / "node-key.pem").chmod(0o640)
 
 
 KEY = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")

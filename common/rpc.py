@@ -198,6 +198,8 @@ class GrpcPeer:
     def open(self, method: str) -> GrpcStream:
         if self._credentials is not None:
             self._renew(self._credentials)
+        if not self._channels:
+            raise WorkerLost(f"the certificates for {self._address} cannot be read")
         stream = GrpcStream(self._address)
         stream.begin(partial(self._channels[-1].stream_stream, f"/{SERVICE}/{method}"))
         return stream

@@ -9,6 +9,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import zip_longest
 
 import anyio
 
@@ -36,6 +37,27 @@ class Link:
     peer: Peer
     round_trip_s: float
     """Of a message to the prefill worker and back, when the link came up."""
+
+
+def how_to_agree(ours: str, theirs: str) -> str:
+    """What to do about two layouts (`layout_text`, which ends with a hash of them) that differ."""
+    differing = [
+        mine
+        for mine, other in zip_longest(ours.split(", ")[:-1], theirs.split(", ")[:-1], fillvalue="")
+        if mine != other
+    ]
+    if not differing:
+        return "the models differ: start both workers with the same one"
+    if all(part.startswith("offsets ") for part in differing):
+        return (
+            "only the offsets do: run `tandem calibrate --model DIR --text FILE` with the same "
+            f"text on both, or copy {OFFSETS_FILE} from one model directory to the other"
+        )
+    return (
+        "start both workers with the same model, --kv-codec, --block-size and --weight-dtype, and "
+        "--batch-invariant on both or neither (on both it needs the same kind of GPU and the same "
+        "--dtype)"
+    )
 
 
 class Links:
@@ -97,11 +119,7 @@ class Links:
         if reply.layout_fingerprint != self._identity.layout_fingerprint:
             raise LayoutMismatch(
                 f"KV layouts differ: {self._identity.layout} here, {reply.layout} at {address}; "
-                "start both workers with the same model, --kv-codec, --block-size and "
-                "--weight-dtype, and --batch-invariant on both or neither (on both it needs the "
-                "same kind of GPU and the same --dtype); where only the offsets differ, run "
-                "`tandem calibrate --model DIR --text FILE` with the same text on both, or copy "
-                f"{OFFSETS_FILE} from one model directory to the other"
+                f"{how_to_agree(self._identity.layout, reply.layout)}"
             )
         old = self._links.pop(address, None)
         if old is not None and old.incarnation != reply.incarnation:

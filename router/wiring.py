@@ -7,7 +7,6 @@ import contextlib
 import logging
 import random
 import socket
-import ssl
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,8 @@ import anyio.to_thread
 
 from common.clock import MonotonicClock
 from common.config import RouterConfig, keys_of_environment
-from common.errors import ConfigError, Draining
+from common.errors import Draining
+from common.internal_tls import check_pair, check_readable
 from common.model_config import ModelConfig
 from common.rpc import Connect, connect
 from common.worker_metrics import MetricsServer, serve_metrics
@@ -94,11 +94,11 @@ def tls_pair(config: RouterConfig) -> tuple[bytes, bytes] | None:
     """Private key and certificate chain. Raises ConfigError when they cannot be used."""
     if config.tls_cert is None or config.tls_key is None:
         return None
-    try:
-        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(config.tls_cert, config.tls_key)
-        return Path(config.tls_key).read_bytes(), Path(config.tls_cert).read_bytes()
-    except OSError as error:
-        raise ConfigError(f"--tls-cert, --tls-key: {error}") from None
+    certificate, key = Path(config.tls_cert), Path(config.tls_key)
+    chain = check_readable("--tls-cert", certificate)
+    private = check_readable("--tls-key", key)
+    check_pair("--tls-cert, --tls-key", certificate, key)
+    return private, chain
 
 
 def open_router(

@@ -198,4 +198,4 @@ def numbers_of(plan: Plan, config: PlanConfig) -> dict[str, Any]:
             numbers["cost_per_million_output_tokens"] = row.cost_per_million(price)
         numbers["is_recommended"] = row is plan.recommended
         rows.append(numbers)
-    return {"rows": rows}
+    return {"asked": asdict(config), "rows": rows}

@@ -3,8 +3,11 @@ read.
 """
 
 import asyncio
+import contextlib
+import os
 import shutil
 import ssl
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -103,12 +106,64 @@ def test_a_missing_file_is_named_with_the_command_that_makes_it(tmp_path: Path) 
     assert InternalTls.of(None) is None
 
 
+def test_t34_files_that_may_not_be_read_are_named(
+    folders: tuple[Path, Path], tmp_path: Path
+) -> None:
+    copy_files(folders[0], tmp_path)
+    tmp_path.chmod(0o755)
+    key = tmp_path / "node-key.pem"
+    key.chmod(0)
+    with as_somebody(tmp_path), pytest.raises(ConfigError, match=r"node-key\.pem may not be read"):
+        InternalTls.of(str(tmp_path))
+    key.chmod(0o600)
+    key.write_text("no key")
+    with pytest.raises(ConfigError, match=r"node\.pem and .*node-key\.pem are no certificate"):
+        InternalTls.of(str(tmp_path))
+    shutil.copyfile(folders[1] / "node-key.pem", key)
+    with pytest.raises(ConfigError, match=r"node-key\.pem are no certificate"):
+        InternalTls.of(str(tmp_path))
+    key.unlink()
+    key.mkdir()
+    with pytest.raises(ConfigError, match=r"node-key\.pem: Is a directory"):
+        InternalTls.of(str(tmp_path))
+
+
+@contextlib.contextmanager
+def as_somebody(folder: Path) -> Iterator[None]:
+    """Not as root, who may read everything."""
+    if os.geteuid() != 0:
+        yield
+        return
+    for parent in folder.parents:
+        if parent.stat().st_mode & 0o055 != 0o055 and parent.is_relative_to("/tmp"):
+            parent.chmod(0o755)
+    os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
+def test_a_peer_whose_certificates_are_gone_is_lost_and_nothing_worse(
+    folders: tuple[Path, Path], tmp_path: Path
+) -> None:
+    async def main() -> None:
+        copy_files(folders[0], tmp_path)
+        peer = tls_of(tmp_path).connect("127.0.0.1:1")
+        (tmp_path / "node.pem").unlink()
+        with pytest.raises(WorkerLost, match="certificates"):
+            peer.open("Echo")
+        await peer.close()
+
+    asyncio.run(main())
+
+
 def test_keys_are_private_and_the_ca_is_kept(tmp_path: Path) -> None:
     make_certificates(CertsConfig(out=str(tmp_path)))
     ca = (tmp_path / "ca.pem").read_bytes()
     make_certificates(CertsConfig(out=str(tmp_path)))
     assert (tmp_path / "ca.pem").read_bytes() == ca
-    for name in ("ca-key.pem", "node-key.pem"):
-        assert (tmp_path / name).stat().st_mode & 0o077 == 0
+    for name, mode in (("ca-key.pem", 0o600), ("node-key.pem", 0o640)):
+        assert (tmp_path / name).stat().st_mode & 0o777 == mode
     context = ssl.create_default_context(cafile=str(tmp_path / "ca.pem"))
     context.load_cert_chain(tmp_path / "node.pem", tmp_path / "node-key.pem")

@@ -135,7 +135,10 @@ def test_the_table_the_picture_and_the_numbers_are_made(
     assert "$ / M output" in out
     assert "Recommended: " in out
     assert picture.read_bytes().startswith(b"\x89PNG")
-    rows = json.loads(numbers.read_text())["rows"]
+    written = json.loads(numbers.read_text())
+    assert written["asked"]["ttft"] == 2.0  # T38: what the targets were
+    assert (written["asked"]["gpus"], written["asked"]["chunks"]) == (2, ["auto", "256"])
+    rows = written["rows"]
     assert len(rows) == 4
     assert sum(entry["is_recommended"] for entry in rows) == 1
     assert all(entry["cost_per_million_output_tokens"] > 0 for entry in rows)
