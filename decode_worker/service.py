@@ -163,6 +163,7 @@ class DecodeService:
                 plan, facts = self._scheduler.plan(self._clock.now())
                 self._tell(facts)
                 if plan is not None:
+                    self.watch.changed()
                     under_way.append((plan, asyncio.ensure_future(self._device.execute(plan))))
                     if len(under_way) < self._max_steps:
                         continue
@@ -182,12 +183,16 @@ class DecodeService:
         self.watch.changed()
 
     def wake(self) -> None:
-        """Something changed that the step loop should look at."""
+        """Something changed that the step loop should look at, and routers should know."""
         self._wake.set()
+        self.watch.changed()
 
     def _admit(self) -> None:
         now = self._clock.now()
-        for admission in self._scheduler.admit(now):
+        admissions = self._scheduler.admit(now)
+        if admissions:
+            self.watch.changed()
+        for admission in admissions:
             request = self._requests[admission.request_id]
             request.was_admitted = True
             self._metrics.queue.observe(now - request.arrival)
@@ -274,7 +279,7 @@ class DecodeService:
         if request.first_token is not None and per_output > 1:
             self._metrics.tpot.observe((now - request.first_token) / (per_output - 1))
         self._events.record("ended", request_id=request_id)
-        self._wake.set()
+        self.wake()
         self._idle.set()
 
     # --- sessions ------------------------------------------------------------------------------
@@ -343,6 +348,7 @@ class DecodeService:
                         self._abort(request_id)
                     else:
                         self._tell(self._scheduler.end_output(request_id, index))
+                        self.wake()
                 case ChunkBudget(max_tokens=max_tokens) if max_tokens > 0:
                     session.chunk_budget = max_tokens
                     self._limit_chunks()
@@ -380,14 +386,14 @@ class DecodeService:
         )
         session.request_ids.add(request.request_id)
         self._events.record("submitted", request_id=request.request_id, num_tokens=len(token_ids))
-        self._wake.set()
+        self.wake()
 
     def _route(self, route: Route, group: TaskGroup) -> None:
         if not self._scheduler.is_waiting_for_route(route.request_id):
             return
         if route.prefill is None or self._puller is None:
             self._scheduler.route_local(route.request_id)
-            self._wake.set()
+            self.wake()
         else:
             group.start_soon(self._pull, route, self._puller)
 
@@ -413,7 +419,7 @@ class DecodeService:
                 self._metrics.errors.labels(error.code).inc()
         finally:
             del self._pulls[request_id]
-            self._wake.set()
+            self.wake()
 
     def _abort(self, request_id: RequestId) -> None:
         """Ends a request without a word; its pages are free when nothing in flight names them."""

@@ -142,6 +142,7 @@ class PrefillService:
                 self._wake.clear()
                 await self._wake.wait()
                 continue
+            self.watch.changed()
             for chunk in plan.chunks:
                 self._events.record(
                     "chunk_started", key=chunk.key, start=chunk.start, step=plan.step
@@ -156,6 +157,11 @@ class PrefillService:
         """Pages are on their way while the logits are computed."""
         for fact in self._scheduler.stored(plan):
             self._on_scheduler(fact)
+
+    def _woken(self) -> None:
+        """Something changed that the step loop should look at, and routers should know."""
+        self._wake.set()
+        self.watch.changed()
 
     def _changed(self) -> None:
         self._metrics.handoffs.set(len(self._handoffs))
@@ -216,7 +222,7 @@ class PrefillService:
             del self._handoffs[handoff.key]
             self._metrics.finished.labels("error" if handoff.error else "done").inc()
             self._idle.set()
-            self._wake.set()
+            self._woken()
             self._changed()
 
     def _begin(self, message: HandoffRequest) -> _Handoff:
@@ -246,7 +252,7 @@ class PrefillService:
         self._scheduler.add(prompt, chain.full, chain.open, message.num_held_blocks, now)
         handoff = self._handoffs[key] = _Handoff(key=key, request=request, arrival=now)
         self._events.record("handoff_began", key=key, num_tokens=len(token_ids))
-        self._wake.set()
+        self._woken()
         return handoff
 
     async def _exchange(self, handoff: _Handoff, stream: Stream) -> None:
@@ -305,10 +311,10 @@ class PrefillService:
                     handoff.outbox.append(message)
                 case Release(pages=pages):
                     self._scheduler.release(pages)
-                    self._wake.set()
+                    self._woken()
                 case AbortPrompt():
                     self._scheduler.abort(handoff.key)
-                    self._wake.set()
+                    self._woken()
                 case EndStream(error=error):
                     handoff.error = error
                     handoff.has_ended = True
