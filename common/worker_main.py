@@ -34,6 +34,9 @@ from common.worker_metrics import MetricsServer, WorkerMetrics, serve_metrics
 
 log = logging.getLogger(__name__)
 
+LEAVE_S = 1.0
+"""For telling others that this worker leaves."""
+
 
 class Service(Protocol):
     def handlers(self) -> dict[str, Handler]: ...
@@ -41,6 +44,8 @@ class Service(Protocol):
     async def run(self) -> None: ...
 
     async def drained(self) -> None: ...
+
+    async def leave(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,7 +179,9 @@ async def _serve(config: WorkerConfig, parts: Parts, assemble: Assemble, ending:
         with anyio.move_on_after(config.drain_s) as bound:
             await assembly.service.drained()
         if bound.cancelled_caught:
-            log.warning("still busy after %g s: ending what runs", config.drain_s)
+            log.warning("still busy after %g s: what runs goes elsewhere", config.drain_s)
+            with anyio.move_on_after(LEAVE_S):
+                await assembly.service.leave()
         await server.stop(grace_s=0.2)
         group.cancel_scope.cancel()
     await assembly.close()

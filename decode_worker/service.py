@@ -150,6 +150,14 @@ class DecodeService:
             self._idle.clear()
             await self._idle.wait()
 
+    async def leave(self) -> None:
+        """Whatever is still here goes elsewhere: routers are told that this worker leaves."""
+        for session in list(self._sessions):
+            session.fail(Draining("this decode worker is shutting down"))
+        while self._sessions:
+            self._idle.clear()
+            await self._idle.wait()
+
     # --- steps ---------------------------------------------------------------------------------
 
     async def run(self) -> None:
@@ -256,7 +264,7 @@ class DecodeService:
             self._metrics.itl.observe(now - request.last_token[index])
         request.last_token[index] = now
 
-    def _fail(self, request_id: RequestId, error: TandemError) -> None:
+    def _fail(self, request_id: RequestId, error: TandemError, *, at_prefill: bool = False) -> None:
         request = self._requests.get(request_id)
         if request is None:
             return
@@ -264,7 +272,7 @@ class DecodeService:
         if error.code == "preempted":
             self._metrics.preemptions.inc()
         request.reason = "error"
-        request.session.put(Failed.of(request_id, error))
+        request.session.put(Failed.of(request_id, error, at_prefill=at_prefill))
 
     def _forget(self, request_id: RequestId, now: float) -> None:
         request = self._requests.pop(request_id, None)
@@ -412,7 +420,7 @@ class DecodeService:
                 await puller.pull(entry, route.prefill, route.incarnation, self._tell)
         except TandemError as error:
             if request_id in self._requests:
-                self._fail(request_id, error)
+                self._fail(request_id, error, at_prefill=True)
                 self._scheduler.abort(request_id)
                 self._forget(request_id, self._clock.now())
             else:

@@ -131,6 +131,15 @@ class PrefillService:
             self._idle.clear()
             await self._idle.wait()
 
+    async def leave(self) -> None:
+        """Whatever is still here goes elsewhere: decode workers are told that this one leaves."""
+        for handoff in list(self._handoffs.values()):
+            self._on(handoff, PromptLost(error=Draining("this prefill worker is shutting down")))
+            self._scheduler.abort(handoff.key)
+        while self._handoffs:
+            self._idle.clear()
+            await self._idle.wait()
+
     # --- steps ------------------------------------------------------------------------------------
 
     async def run(self) -> None:

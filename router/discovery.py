@@ -16,7 +16,7 @@ import anyio
 from anyio.abc import TaskGroup
 
 from common.addresses import join_address, split_address
-from common.errors import MalformedMessage, TandemError, WorkerLost
+from common.errors import Draining, MalformedMessage, TandemError, WorkerLost
 from common.messages import PROTOCOL_VERSION, Hello, KvEvents, Watch, WorkerState
 from common.rpc import Connect, Peer, Stream
 from router.dispatch import Dispatcher
@@ -30,6 +30,9 @@ REFRESH_S = 2.0
 MAX_BACKOFF_S = 1.0
 _FIRST_BACKOFF_S = 0.1
 _FIRST_STATE_S = 10.0
+
+LOST_SESSION = 1.0
+"""Failures that a lost session counts as, however many requests it had."""
 
 Resolve = Callable[[str, int], Awaitable[list[str]]]
 """Host and port to addresses that can be connected to."""
@@ -182,9 +185,12 @@ class Discovery:
         if not isinstance(message, WorkerState):
             raise MalformedMessage(f"expected WorkerState, got {type(message).__name__}")
         before = self._fleet.get(address)
+        was_linked = before is not None and before.is_linked
         worker = self._fleet.observe(address, message)
         if worker is not before:
             log.info("found %s %s, incarnation %s", message.role, address, message.incarnation)
+        elif not was_linked:
+            log.info("%s %s is back, incarnation %s", message.role, address, message.incarnation)
         self._interleave.observed(message)
         self._dispatcher.fleet_changed()
         return worker
@@ -204,7 +210,7 @@ class Discovery:
             try:
                 await session.run(
                     Hello(router_id=self._router_id, incarnation=incarnation),
-                    lambda: self._session_ended(address, incarnation),
+                    lambda error: self._session_ended(address, incarnation, error),
                 )
             except TandemError as error:
                 log.warning("session with %s ended: %s", address, error.message)
@@ -213,10 +219,14 @@ class Discovery:
             await asyncio.sleep(backoff_s)
             backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
 
-    def _session_ended(self, address: str, incarnation: str) -> None:
+    def _session_ended(self, address: str, incarnation: str, error: TandemError) -> None:
         self._dispatcher.session_closed(incarnation)
         self._interleave.session_closed(incarnation)
         self._fleet.session_down(address, incarnation)
+        worker = self._fleet.get(address)
+        is_its_own = worker is not None and worker.state.incarnation == incarnation
+        if worker is not None and is_its_own and not isinstance(error, Draining):
+            self._fleet.failed(worker, LOST_SESSION)
 
 
 async def _first_state(stream: Stream) -> object | None:

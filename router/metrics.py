@@ -37,7 +37,12 @@ class RouterMetrics:
         )
         self.errors = self._counter("errors", "Errors answered, by code", ("code",))
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of accepted requests")
-        self.retries = self._counter("retries", "Resubmissions after a worker was lost")
+        self.retries = self._counter(
+            "retries", "Resubmissions after a worker was lost or has failed the request"
+        )
+        self.preemptions = self._counter(
+            "preemptions", "Resubmissions after a decode worker made room for older requests"
+        )
         self.ttft = self._histogram(
             "time_to_first_token_seconds", "From a request's arrival to its first token"
         )

@@ -144,8 +144,8 @@ class Router:
         policy: RoutingPolicy | None = None,
     ) -> None:
         self.name = name
-        self.fleet = RouterFleet()
-        self.dispatcher = Dispatcher(self.fleet, policy or LeastLoaded())
+        self.fleet = RouterFleet(LoopClock())
+        self.dispatcher = Dispatcher(self.fleet, policy or LeastLoaded(), clock=LoopClock())
         self._discovery = Discovery(
             addresses,
             fleet=self.fleet,
