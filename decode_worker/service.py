@@ -40,6 +40,7 @@ from common.rpc import Handler, Stream
 from common.scheduling.block_hash import HashChain
 from common.scheduling.kv_cache import KvCache
 from common.scheduling.plan import StepPlan, StepResult
+from common.self_check import SelfCheck
 from common.types import RequestId
 from common.worker import Device, HashRoots, Identity, Load, WatchService
 from common.worker_metrics import WorkerMetrics
@@ -101,9 +102,12 @@ class DecodeService:
         clock: Clock,
         metrics: WorkerMetrics,
         events: EventLog,
+        unfit: Callable[[str], None],
         overlaps_steps: bool = False,
     ) -> None:
-        """`overlaps_steps`: a step is handed to the device while another one runs there."""
+        """`unfit` is called with the reason when the worker must not serve any more.
+        `overlaps_steps`: a step is handed to the device while another one runs there.
+        """
         self._identity = identity
         self._scheduler = scheduler
         self._cache = cache
@@ -120,6 +124,9 @@ class DecodeService:
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
         self.watch = WatchService(identity, self._load, cache.feed)
+        self._check = SelfCheck(
+            device=device, cache=cache, clock=clock, watch=self.watch, give_up=unfit
+        )
         metrics.watch_load(self._load)
 
     def use(self, puller: Puller) -> None:
@@ -127,7 +134,11 @@ class DecodeService:
         self._puller = puller
 
     def handlers(self) -> dict[str, Handler]:
-        return {"Watch": self.watch.serve, "Session": self._serve_session}
+        return {
+            "Watch": self.watch.serve,
+            "Session": self._serve_session,
+            "SelfTest": self._check.serve,
+        }
 
     def _load(self) -> Load:
         return Load(
@@ -161,6 +172,11 @@ class DecodeService:
     # --- steps ---------------------------------------------------------------------------------
 
     async def run(self) -> None:
+        async with anyio.create_task_group() as group:
+            group.start_soon(self._check.run)
+            await self._run_steps()
+
+    async def _run_steps(self) -> None:
         """The step loop: decide, do, decide again; with overlap, the next step is decided while one
         runs. Sleeps while there is nothing to do.
         """
@@ -187,6 +203,7 @@ class DecodeService:
     async def _finish(self, plan: StepPlan, under_way: asyncio.Future[StepResult]) -> None:
         result = await under_way
         self._metrics.step.observe(result.duration_s)
+        self._check.saw(result)
         self._tell(self._scheduler.apply(plan, result, self._clock.now()))
         self.watch.changed()
 

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import math
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -40,6 +40,7 @@ from common.scheduling.block_hash import HashChain
 from common.scheduling.kv_cache import KvCache
 from common.scheduling.plan import StepPlan
 from common.scheduling.prompt_queue import Prompt, shareable
+from common.self_check import SelfCheck
 from common.types import OutputKey
 from common.worker import Device, HashRoots, Identity, Load, WatchService
 from common.worker_metrics import WorkerMetrics
@@ -91,8 +92,10 @@ class PrefillService:
         clock: Clock,
         metrics: WorkerMetrics,
         events: EventLog,
+        unfit: Callable[[str], None],
         handoff_stall_s: float,
     ) -> None:
+        """`unfit` is called with the reason when the worker must not serve any more."""
         self._identity = identity
         self._scheduler = scheduler
         self._cache = cache
@@ -108,10 +111,18 @@ class PrefillService:
         self._idle = asyncio.Event()
         self._num_handoffs = 0
         self.watch = WatchService(identity, self._load, cache.feed)
+        self._check = SelfCheck(
+            device=device, cache=cache, clock=clock, watch=self.watch, give_up=unfit
+        )
         metrics.watch_load(self._load)
 
     def handlers(self) -> dict[str, Handler]:
-        return {"Watch": self.watch.serve, "Handoff": self._serve_handoff, "Link": self._serve_link}
+        return {
+            "Watch": self.watch.serve,
+            "Handoff": self._serve_handoff,
+            "Link": self._serve_link,
+            "SelfTest": self._check.serve,
+        }
 
     def _load(self) -> Load:
         return Load(
@@ -143,6 +154,11 @@ class PrefillService:
     # --- steps ------------------------------------------------------------------------------------
 
     async def run(self) -> None:
+        async with anyio.create_task_group() as group:
+            group.start_soon(self._check.run)
+            await self._run_steps()
+
+    async def _run_steps(self) -> None:
         """The step loop: decide, do, decide again. Sleeps while there is nothing to do."""
         while True:
             plan = self._scheduler.plan(self._clock.now())
@@ -158,6 +174,7 @@ class PrefillService:
                 )
             result = await self._device.execute(plan, partial(self._stored, plan))
             self._metrics.step.observe(result.duration_s)
+            self._check.saw(result)
             for fact in self._scheduler.apply(plan, result, self._clock.now()):
                 self._on_scheduler(fact)
             self._changed()

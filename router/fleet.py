@@ -95,6 +95,10 @@ class Fleet:
         """By `Worker.order`."""
         self.on_opened: Callable[[Worker], None] = lambda worker: None
         """Called when a worker has failed too often and is to be tested."""
+        self.num_failures = dict.fromkeys(Role, 0)
+        """Laid to workers of each role."""
+        self.num_opened = dict.fromkeys(Role, 0)
+        """How often one was taken out."""
         self._clock = clock or MonotonicClock()
         self._workers: dict[str, Worker] = {}
         self._refused: dict[str, str] = {}
@@ -172,7 +176,11 @@ class Fleet:
 
     def failed(self, worker: Worker, weight: float) -> None:
         """`worker` has failed a request; 1 for a failure that is surely its own."""
-        if weight and worker.breaker.failed(self._clock.now(), weight):
+        if weight == 0:
+            return
+        self.num_failures[worker.state.role] += 1
+        if worker.breaker.failed(self._clock.now(), weight):
+            self.num_opened[worker.state.role] += 1
             self._changed()
             self.on_opened(worker)
 
@@ -181,6 +189,9 @@ class Fleet:
 
     def succeeded(self, worker: Worker) -> None:
         worker.breaker.succeeded(self._clock.now())
+
+    def probe_in_s(self, worker: Worker) -> float:
+        return max(0.0, worker.breaker.probe_at - self._clock.now())
 
     def probe_begun(self, worker: Worker) -> None:
         worker.breaker.probe_begun()
