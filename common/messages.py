@@ -2,6 +2,7 @@
 int32 bytes.
 
     router  --Watch-->   worker          Watch, then WorkerState whenever it changes
+    router  --SelfTest-> worker          SelfTest  ->  <-  SelfTestDone
     router  <-Session->  decode worker   -> Hello, Submit, Route, Cancel, ChunkBudget
                                          <- Admitted, PrefillDone, TokenBatch, Failed
     decode  <-Handoff->  prefill worker  -> HandoffRequest, PagesTaken, half-close
@@ -115,6 +116,8 @@ class WorkerState:
     """None until enough steps were measured."""
     handoff_s: float = 0.0
     """At a decode worker: what a hand-off adds to the time to first token, measured."""
+    unhealthy: str = ""
+    """Why the worker wants no requests although it answers; empty when it is well."""
     protocol: int = PROTOCOL_VERSION
 
 
@@ -133,6 +136,24 @@ class KvEvents:
     stored: bytes = b""
     removed: bytes = b""
     is_snapshot: bool = False
+
+
+@wire_message
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SelfTest:
+    """To a worker that has failed requests, on a stream of its own: compute something whose result
+    is known.
+    """
+
+    protocol: int = PROTOCOL_VERSION
+
+
+@wire_message
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SelfTestDone:
+    """`fault` says what is wrong; empty when nothing is."""
+
+    fault: str = ""
 
 
 # --- Session -----------------------------------------------------------------------------------
@@ -239,14 +260,17 @@ class Failed:
     code: str
     message: str
     retry_after_s: float | None = None
+    at_prefill: bool = False
+    """It went wrong at the prefill worker, or on the way from there."""
 
     @staticmethod
-    def of(request_id: RequestId, error: TandemError) -> "Failed":
+    def of(request_id: RequestId, error: TandemError, *, at_prefill: bool = False) -> "Failed":
         return Failed(
             request_id=request_id,
             code=error.code,
             message=error.message,
             retry_after_s=error.retry_after_s,
+            at_prefill=at_prefill,
         )
 
     def error(self) -> TandemError:

@@ -19,7 +19,7 @@ from common.scheduling.block_hash import root_hash
 from common.scheduling.cache_events import CacheFeed
 from common.scheduling.plan import LandingMove, LandingResult, StepPlan, StepResult
 from common.scheduling.step_time import StepTimes
-from common.types import Role
+from common.types import BlockId, Role
 
 WATCH_INTERVAL_S = 0.05
 """Changes closer together than this are told together."""
@@ -53,6 +53,11 @@ def new_incarnation() -> str:
     return f"{secrets.randbits(64):016x}"
 
 
+def self_test_tokens(block_size: int) -> int:
+    """Length of the prompt that a worker tests itself with (common/engine/self_test.py)."""
+    return max(48, 2 * block_size)
+
+
 class Device(Protocol):
     """The seam to whatever executes plans: the engine on its thread, or a model of it."""
 
@@ -66,6 +71,10 @@ class Device(Protocol):
 
     async def land(self, moves: Sequence[LandingMove]) -> LandingResult:
         """Goes ahead of steps that wait."""
+        ...
+
+    async def self_test(self, block_ids: tuple[BlockId, ...], tail: BlockId) -> None:
+        """In these pages, between two steps. Raises InternalError when the numbers are wrong."""
         ...
 
 
@@ -132,6 +141,12 @@ class WatchService:
         self._feed = feed
         self._changes: set[asyncio.Event] = set()
         self.is_draining = False
+        self.fault = ""
+        """Why this worker wants no requests, though it answers."""
+
+    def set_fault(self, fault: str) -> None:
+        self.fault = fault
+        self.changed()
 
     def changed(self) -> None:
         for event in self._changes:
@@ -187,6 +202,7 @@ class WatchService:
             chunk_tokens=load.chunk_tokens,
             step_times=load.step_times,
             handoff_s=load.handoff_s,
+            unhealthy=self.fault,
         )
 
 

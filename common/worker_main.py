@@ -34,6 +34,11 @@ from common.worker_metrics import MetricsServer, WorkerMetrics, serve_metrics
 
 log = logging.getLogger(__name__)
 
+UNFIT = 3
+"""Exit code of a worker that took itself out: another start may help."""
+LEAVE_S = 1.0
+"""For telling others that this worker leaves."""
+
 
 class Service(Protocol):
     def handlers(self) -> dict[str, Handler]: ...
@@ -41,6 +46,8 @@ class Service(Protocol):
     async def run(self) -> None: ...
 
     async def drained(self) -> None: ...
+
+    async def leave(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +65,10 @@ class Parts:
     events: EventLog
     give_up: Callable[[str], None]
     """The worker cannot go on: it drains and ends with exit code 1. Takes the reason."""
+    unfit: Callable[[str], None]
+    """What it computes cannot be trusted: everything goes elsewhere at once, and it ends with
+    `UNFIT`. Takes the reason.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +82,7 @@ Assemble = Callable[[Parts, TaskGroup], Awaitable[Assembly]]
 
 def run_worker(config: WorkerConfig, assemble: Assemble) -> int:
     """The process's exit code: 0 after a drain, 1 after a crash, 2 for what the operator must
-    change.
+    change, 3 when the worker found itself unfit.
     """
     logging.basicConfig(
         level=config.log_level.upper(),
@@ -87,7 +98,7 @@ def run_worker(config: WorkerConfig, assemble: Assemble) -> int:
         return 2
     except TandemError as error:
         log.error("%s", error)
-        return 1
+        return UNFIT if isinstance(error, Unfit) else 1
     return 0
 
 
@@ -97,9 +108,7 @@ async def _run(config: WorkerConfig, assemble: Assemble) -> None:
     try:
         with DeviceThread(config.role) as thread, open_events(config.event_log) as events_file:
             ending = _Ending()
-            parts = await _open(
-                config, thread, metrics, metrics_server, events_file, ending.give_up
-            )
+            parts = await _open(config, thread, metrics, metrics_server, events_file, ending)
             await _serve(config, parts, assemble, ending)
     finally:
         metrics_server.close()
@@ -111,7 +120,7 @@ async def _open(
     metrics: WorkerMetrics,
     metrics_server: MetricsServer,
     events_file: IO[str] | None,
-    give_up: Callable[[str], None],
+    ending: "_Ending",
 ) -> Parts:
     model = ModelConfig.load(config.model)
     plan = plan_memory(config, model)
@@ -142,7 +151,8 @@ async def _open(
         clock=clock,
         metrics=metrics,
         events=EventLog(clock, events_file, role=config.role, worker=incarnation),
-        give_up=give_up,
+        give_up=ending.give_up,
+        unfit=ending.unfit,
     )
 
 
@@ -170,16 +180,27 @@ async def _serve(config: WorkerConfig, parts: Parts, assemble: Assemble, ending:
         group.start_soon(assembly.service.run)
         group.start_soon(until_signal, ending.event.set)
         await ending.event.wait()
-        log.info("draining for at most %g s", config.drain_s)
-        with anyio.move_on_after(config.drain_s) as bound:
-            await assembly.service.drained()
-        if bound.cancelled_caught:
-            log.warning("still busy after %g s: ending what runs", config.drain_s)
+        await _drain(config, assembly.service, ending)
         await server.stop(grace_s=0.2)
         group.cancel_scope.cancel()
     await assembly.close()
     if ending.reason is not None:
-        raise InternalError(ending.reason)
+        raise Unfit(ending.reason) if ending.is_unfit else InternalError(ending.reason)
+
+
+async def _drain(config: WorkerConfig, service: Service, ending: "_Ending") -> None:
+    drain_s = 0.0 if ending.is_unfit else config.drain_s
+    log.info("draining for at most %g s", drain_s)
+    with anyio.move_on_after(drain_s) as bound:
+        await service.drained()
+    if bound.cancelled_caught:
+        log.warning("still busy after %g s: what runs goes elsewhere", drain_s)
+        with anyio.move_on_after(LEAVE_S):
+            await service.leave()
+
+
+class Unfit(InternalError):
+    """The worker has found that it must not serve."""
 
 
 class _Ending:
@@ -188,12 +209,17 @@ class _Ending:
     def __init__(self) -> None:
         self.event = anyio.Event()
         self.reason: str | None = None
+        self.is_unfit = False
 
     def give_up(self, reason: str) -> None:
         if self.reason is None:
             log.error("giving up: %s", reason)
         self.reason = self.reason or reason
         self.event.set()
+
+    def unfit(self, reason: str) -> None:
+        self.is_unfit = True
+        self.give_up(reason)
 
 
 def _explain(errors: list[BaseException]) -> int:
@@ -202,6 +228,8 @@ def _explain(errors: list[BaseException]) -> int:
         expected = isinstance(error, TandemError)
         log.error("%s", error, exc_info=None if expected else error)
     kinds = (ConfigError, UnsupportedModel)
+    if any(isinstance(error, Unfit) for error in errors):
+        return UNFIT
     return 2 if all(isinstance(error, kinds) for error in errors) else 1
 
 

@@ -40,6 +40,7 @@ async def assemble(parts: Parts, group: TaskGroup) -> Assembly:
         clock=parts.clock,
         metrics=parts.metrics,
         events=parts.events,
+        unfit=parts.unfit,
         overlaps_steps=parts.device.overlaps_steps,
     )
     if is_colocated:

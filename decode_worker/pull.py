@@ -316,14 +316,14 @@ class Puller:
     # --- landing slots -------------------------------------------------------------------------
 
     def slots_freed(self) -> None:
-        """Lets pulls that wait for slots go on, oldest first; from the event loop, not from inside
-        a decision.
+        """Lets pulls that wait for slots go on, oldest first; in a task, not from inside a
+        decision.
         """
         if not self._has_freed_slots:
             self._has_freed_slots = True
-            asyncio.get_running_loop().call_soon(self._offer_slots)
+            self._group.start_soon(self._offer_slots)
 
-    def _offer_slots(self) -> None:
+    async def _offer_slots(self) -> None:
         self._has_freed_slots = False
         for pull in list(self._pulls):
             self._on(pull, SlotsFreed())

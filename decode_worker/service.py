@@ -40,6 +40,7 @@ from common.rpc import Handler, Stream
 from common.scheduling.block_hash import HashChain
 from common.scheduling.kv_cache import KvCache
 from common.scheduling.plan import StepPlan, StepResult
+from common.self_check import SelfCheck
 from common.types import RequestId
 from common.worker import Device, HashRoots, Identity, Load, WatchService
 from common.worker_metrics import WorkerMetrics
@@ -101,9 +102,12 @@ class DecodeService:
         clock: Clock,
         metrics: WorkerMetrics,
         events: EventLog,
+        unfit: Callable[[str], None],
         overlaps_steps: bool = False,
     ) -> None:
-        """`overlaps_steps`: a step is handed to the device while another one runs there."""
+        """`unfit` is called with the reason when the worker must not serve any more.
+        `overlaps_steps`: a step is handed to the device while another one runs there.
+        """
         self._identity = identity
         self._scheduler = scheduler
         self._cache = cache
@@ -120,6 +124,9 @@ class DecodeService:
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
         self.watch = WatchService(identity, self._load, cache.feed)
+        self._check = SelfCheck(
+            device=device, cache=cache, clock=clock, watch=self.watch, give_up=unfit
+        )
         metrics.watch_load(self._load)
 
     def use(self, puller: Puller) -> None:
@@ -127,7 +134,11 @@ class DecodeService:
         self._puller = puller
 
     def handlers(self) -> dict[str, Handler]:
-        return {"Watch": self.watch.serve, "Session": self._serve_session}
+        return {
+            "Watch": self.watch.serve,
+            "Session": self._serve_session,
+            "SelfTest": self._check.serve,
+        }
 
     def _load(self) -> Load:
         return Load(
@@ -150,9 +161,22 @@ class DecodeService:
             self._idle.clear()
             await self._idle.wait()
 
+    async def leave(self) -> None:
+        """Whatever is still here goes elsewhere: routers are told that this worker leaves."""
+        for session in list(self._sessions):
+            session.fail(Draining("this decode worker is shutting down"))
+        while self._sessions:
+            self._idle.clear()
+            await self._idle.wait()
+
     # --- steps ---------------------------------------------------------------------------------
 
     async def run(self) -> None:
+        async with anyio.create_task_group() as group:
+            group.start_soon(self._check.run)
+            await self._run_steps()
+
+    async def _run_steps(self) -> None:
         """The step loop: decide, do, decide again; with overlap, the next step is decided while one
         runs. Sleeps while there is nothing to do.
         """
@@ -163,6 +187,7 @@ class DecodeService:
                 plan, facts = self._scheduler.plan(self._clock.now())
                 self._tell(facts)
                 if plan is not None:
+                    self.watch.changed()
                     under_way.append((plan, asyncio.ensure_future(self._device.execute(plan))))
                     if len(under_way) < self._max_steps:
                         continue
@@ -178,16 +203,21 @@ class DecodeService:
     async def _finish(self, plan: StepPlan, under_way: asyncio.Future[StepResult]) -> None:
         result = await under_way
         self._metrics.step.observe(result.duration_s)
+        self._check.saw(result)
         self._tell(self._scheduler.apply(plan, result, self._clock.now()))
         self.watch.changed()
 
     def wake(self) -> None:
-        """Something changed that the step loop should look at."""
+        """Something changed that the step loop should look at, and routers should know."""
         self._wake.set()
+        self.watch.changed()
 
     def _admit(self) -> None:
         now = self._clock.now()
-        for admission in self._scheduler.admit(now):
+        admissions = self._scheduler.admit(now)
+        if admissions:
+            self.watch.changed()
+        for admission in admissions:
             request = self._requests[admission.request_id]
             request.was_admitted = True
             self._metrics.queue.observe(now - request.arrival)
@@ -251,7 +281,7 @@ class DecodeService:
             self._metrics.itl.observe(now - request.last_token[index])
         request.last_token[index] = now
 
-    def _fail(self, request_id: RequestId, error: TandemError) -> None:
+    def _fail(self, request_id: RequestId, error: TandemError, *, at_prefill: bool = False) -> None:
         request = self._requests.get(request_id)
         if request is None:
             return
@@ -259,7 +289,7 @@ class DecodeService:
         if error.code == "preempted":
             self._metrics.preemptions.inc()
         request.reason = "error"
-        request.session.put(Failed.of(request_id, error))
+        request.session.put(Failed.of(request_id, error, at_prefill=at_prefill))
 
     def _forget(self, request_id: RequestId, now: float) -> None:
         request = self._requests.pop(request_id, None)
@@ -274,7 +304,7 @@ class DecodeService:
         if request.first_token is not None and per_output > 1:
             self._metrics.tpot.observe((now - request.first_token) / (per_output - 1))
         self._events.record("ended", request_id=request_id)
-        self._wake.set()
+        self.wake()
         self._idle.set()
 
     # --- sessions ------------------------------------------------------------------------------
@@ -343,6 +373,7 @@ class DecodeService:
                         self._abort(request_id)
                     else:
                         self._tell(self._scheduler.end_output(request_id, index))
+                        self.wake()
                 case ChunkBudget(max_tokens=max_tokens) if max_tokens > 0:
                     session.chunk_budget = max_tokens
                     self._limit_chunks()
@@ -380,14 +411,14 @@ class DecodeService:
         )
         session.request_ids.add(request.request_id)
         self._events.record("submitted", request_id=request.request_id, num_tokens=len(token_ids))
-        self._wake.set()
+        self.wake()
 
     def _route(self, route: Route, group: TaskGroup) -> None:
         if not self._scheduler.is_waiting_for_route(route.request_id):
             return
         if route.prefill is None or self._puller is None:
             self._scheduler.route_local(route.request_id)
-            self._wake.set()
+            self.wake()
         else:
             group.start_soon(self._pull, route, self._puller)
 
@@ -406,14 +437,14 @@ class DecodeService:
                 await puller.pull(entry, route.prefill, route.incarnation, self._tell)
         except TandemError as error:
             if request_id in self._requests:
-                self._fail(request_id, error)
+                self._fail(request_id, error, at_prefill=True)
                 self._scheduler.abort(request_id)
                 self._forget(request_id, self._clock.now())
             else:
                 self._metrics.errors.labels(error.code).inc()
         finally:
             del self._pulls[request_id]
-            self._wake.set()
+            self.wake()
 
     def _abort(self, request_id: RequestId) -> None:
         """Ends a request without a word; its pages are free when nothing in flight names them."""

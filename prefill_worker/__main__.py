@@ -29,6 +29,7 @@ async def assemble(parts: Parts, group: TaskGroup) -> Assembly:
         clock=parts.clock,
         metrics=parts.metrics,
         events=parts.events,
+        unfit=parts.unfit,
         handoff_stall_s=parts.config.handoff_stall_s,
     )
     return Assembly(service=service, close=transport.close)

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import math
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -40,6 +40,7 @@ from common.scheduling.block_hash import HashChain
 from common.scheduling.kv_cache import KvCache
 from common.scheduling.plan import StepPlan
 from common.scheduling.prompt_queue import Prompt, shareable
+from common.self_check import SelfCheck
 from common.types import OutputKey
 from common.worker import Device, HashRoots, Identity, Load, WatchService
 from common.worker_metrics import WorkerMetrics
@@ -91,8 +92,10 @@ class PrefillService:
         clock: Clock,
         metrics: WorkerMetrics,
         events: EventLog,
+        unfit: Callable[[str], None],
         handoff_stall_s: float,
     ) -> None:
+        """`unfit` is called with the reason when the worker must not serve any more."""
         self._identity = identity
         self._scheduler = scheduler
         self._cache = cache
@@ -108,10 +111,18 @@ class PrefillService:
         self._idle = asyncio.Event()
         self._num_handoffs = 0
         self.watch = WatchService(identity, self._load, cache.feed)
+        self._check = SelfCheck(
+            device=device, cache=cache, clock=clock, watch=self.watch, give_up=unfit
+        )
         metrics.watch_load(self._load)
 
     def handlers(self) -> dict[str, Handler]:
-        return {"Watch": self.watch.serve, "Handoff": self._serve_handoff, "Link": self._serve_link}
+        return {
+            "Watch": self.watch.serve,
+            "Handoff": self._serve_handoff,
+            "Link": self._serve_link,
+            "SelfTest": self._check.serve,
+        }
 
     def _load(self) -> Load:
         return Load(
@@ -131,9 +142,23 @@ class PrefillService:
             self._idle.clear()
             await self._idle.wait()
 
+    async def leave(self) -> None:
+        """Whatever is still here goes elsewhere: decode workers are told that this one leaves."""
+        for handoff in list(self._handoffs.values()):
+            self._on(handoff, PromptLost(error=Draining("this prefill worker is shutting down")))
+            self._scheduler.abort(handoff.key)
+        while self._handoffs:
+            self._idle.clear()
+            await self._idle.wait()
+
     # --- steps ------------------------------------------------------------------------------------
 
     async def run(self) -> None:
+        async with anyio.create_task_group() as group:
+            group.start_soon(self._check.run)
+            await self._run_steps()
+
+    async def _run_steps(self) -> None:
         """The step loop: decide, do, decide again. Sleeps while there is nothing to do."""
         while True:
             plan = self._scheduler.plan(self._clock.now())
@@ -142,12 +167,14 @@ class PrefillService:
                 self._wake.clear()
                 await self._wake.wait()
                 continue
+            self.watch.changed()
             for chunk in plan.chunks:
                 self._events.record(
                     "chunk_started", key=chunk.key, start=chunk.start, step=plan.step
                 )
             result = await self._device.execute(plan, partial(self._stored, plan))
             self._metrics.step.observe(result.duration_s)
+            self._check.saw(result)
             for fact in self._scheduler.apply(plan, result, self._clock.now()):
                 self._on_scheduler(fact)
             self._changed()
@@ -156,6 +183,11 @@ class PrefillService:
         """Pages are on their way while the logits are computed."""
         for fact in self._scheduler.stored(plan):
             self._on_scheduler(fact)
+
+    def _woken(self) -> None:
+        """Something changed that the step loop should look at, and routers should know."""
+        self._wake.set()
+        self.watch.changed()
 
     def _changed(self) -> None:
         self._metrics.handoffs.set(len(self._handoffs))
@@ -216,7 +248,7 @@ class PrefillService:
             del self._handoffs[handoff.key]
             self._metrics.finished.labels("error" if handoff.error else "done").inc()
             self._idle.set()
-            self._wake.set()
+            self._woken()
             self._changed()
 
     def _begin(self, message: HandoffRequest) -> _Handoff:
@@ -246,7 +278,7 @@ class PrefillService:
         self._scheduler.add(prompt, chain.full, chain.open, message.num_held_blocks, now)
         handoff = self._handoffs[key] = _Handoff(key=key, request=request, arrival=now)
         self._events.record("handoff_began", key=key, num_tokens=len(token_ids))
-        self._wake.set()
+        self._woken()
         return handoff
 
     async def _exchange(self, handoff: _Handoff, stream: Stream) -> None:
@@ -305,10 +337,10 @@ class PrefillService:
                     handoff.outbox.append(message)
                 case Release(pages=pages):
                     self._scheduler.release(pages)
-                    self._wake.set()
+                    self._woken()
                 case AbortPrompt():
                     self._scheduler.abort(handoff.key)
-                    self._wake.set()
+                    self._woken()
                 case EndStream(error=error):
                     handoff.error = error
                     handoff.has_ended = True

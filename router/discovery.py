@@ -16,9 +16,18 @@ import anyio
 from anyio.abc import TaskGroup
 
 from common.addresses import join_address, split_address
-from common.errors import MalformedMessage, TandemError, WorkerLost
-from common.messages import PROTOCOL_VERSION, Hello, KvEvents, Watch, WorkerState
+from common.errors import Draining, MalformedMessage, TandemError, WorkerLost
+from common.messages import (
+    PROTOCOL_VERSION,
+    Hello,
+    KvEvents,
+    SelfTest,
+    SelfTestDone,
+    Watch,
+    WorkerState,
+)
 from common.rpc import Connect, Peer, Stream
+from router.breaker import State
 from router.dispatch import Dispatcher
 from router.fleet import Fleet, Worker
 from router.interleave import Interleave
@@ -30,6 +39,10 @@ REFRESH_S = 2.0
 MAX_BACKOFF_S = 1.0
 _FIRST_BACKOFF_S = 0.1
 _FIRST_STATE_S = 10.0
+_SELF_TEST_S = 10.0
+
+LOST_SESSION = 1.0
+"""Failures that a lost session counts as, however many requests it had."""
 
 Resolve = Callable[[str, int], Awaitable[list[str]]]
 """Host and port to addresses that can be connected to."""
@@ -72,6 +85,9 @@ class Discovery:
         self._refresh_s = refresh_s
         self._wanted: dict[str, set[str]] = {}
         self._watched: set[str] = set()
+        self._tests: dict[str, Callable[[Worker], None]] = {}
+        """How to test the worker at an address, while it is watched."""
+        fleet.on_opened = self._opened
 
     async def run(self) -> None:
         async with anyio.create_task_group() as group:
@@ -141,15 +157,23 @@ class Discovery:
                     nonlocal incarnation
                     if worker.state.incarnation != incarnation:
                         incarnation = worker.state.incarnation
+                        if worker.breaker.state is not State.CLOSED:
+                            group.start_soon(self._test, peer, worker)
                         if worker.can_decode and worker.state.protocol == PROTOCOL_VERSION:
                             group.start_soon(self._hold_session, peer, address, incarnation)
 
+                def begin_test(worker: Worker) -> None:
+                    group.start_soon(self._test, peer, worker)
+
+                self._tests[address] = begin_test
                 while not await self._follow_stream(peer.open("Watch"), address, seen):
                     log.warning("missed changes of the prefix cache of %s: asking anew", address)
                     await asyncio.sleep(_FIRST_BACKOFF_S)
                 group.cancel_scope.cancel()
         except* TandemError as errors:
             ended = _only(errors)  # raised here, Python before 3.11.4 wraps it in a group again
+        finally:
+            self._tests.pop(address, None)
         if ended is not None:
             raise ended
 
@@ -182,9 +206,12 @@ class Discovery:
         if not isinstance(message, WorkerState):
             raise MalformedMessage(f"expected WorkerState, got {type(message).__name__}")
         before = self._fleet.get(address)
+        was_linked = before is not None and before.is_linked
         worker = self._fleet.observe(address, message)
         if worker is not before:
             log.info("found %s %s, incarnation %s", message.role, address, message.incarnation)
+        elif not was_linked:
+            log.info("%s %s is back, incarnation %s", message.role, address, message.incarnation)
         self._interleave.observed(message)
         self._dispatcher.fleet_changed()
         return worker
@@ -204,7 +231,7 @@ class Discovery:
             try:
                 await session.run(
                     Hello(router_id=self._router_id, incarnation=incarnation),
-                    lambda: self._session_ended(address, incarnation),
+                    lambda error: self._session_ended(address, incarnation, error),
                 )
             except TandemError as error:
                 log.warning("session with %s ended: %s", address, error.message)
@@ -213,10 +240,56 @@ class Discovery:
             await asyncio.sleep(backoff_s)
             backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
 
-    def _session_ended(self, address: str, incarnation: str) -> None:
+    def _opened(self, worker: Worker) -> None:
+        log.warning(
+            "%s %s has failed too often: it gets no requests, and is tested in %.0f s",
+            worker.state.role, worker.address, self._fleet.probe_in_s(worker),
+        )  # fmt: skip
+        test = self._tests.get(worker.address)
+        if test is not None:
+            test(worker)
+
+    async def _test(self, peer: Peer, worker: Worker) -> None:
+        """An open worker tests itself when its time is over, until it passes."""
+        while worker.breaker.state is not State.CLOSED:
+            await asyncio.sleep(self._fleet.probe_in_s(worker))
+            if self._fleet.get(worker.address) is not worker:
+                return
+            self._fleet.probe_begun(worker)
+            fault = "the connection was lost"
+            try:
+                fault = await _self_test(peer)
+            finally:
+                self._fleet.probe_ended(worker, has_passed=not fault)
+            verdict = f"has failed its self-test: {fault}" if fault else "has passed its self-test"
+            log.warning("%s %s %s", worker.state.role, worker.address, verdict)
+            self._dispatcher.fleet_changed()
+
+    def _session_ended(self, address: str, incarnation: str, error: TandemError) -> None:
         self._dispatcher.session_closed(incarnation)
         self._interleave.session_closed(incarnation)
         self._fleet.session_down(address, incarnation)
+        worker = self._fleet.get(address)
+        is_its_own = worker is not None and worker.state.incarnation == incarnation
+        if worker is not None and is_its_own and not isinstance(error, Draining):
+            self._fleet.failed(worker, LOST_SESSION)
+
+
+async def _self_test(peer: Peer) -> str:
+    """What the worker finds wrong with itself; empty when nothing is."""
+    stream = peer.open("SelfTest")
+    try:
+        with anyio.fail_after(_SELF_TEST_S):
+            await stream.send(SelfTest())
+            reply = await stream.receive()
+    except TimeoutError:
+        return f"no answer within {_SELF_TEST_S:g} s"
+    except TandemError as error:
+        # workers of before have no such test: then time alone decides
+        return "" if "unimplemented" in error.message else error.message
+    finally:
+        stream.cancel()
+    return reply.fault if isinstance(reply, SelfTestDone) else "it answers something else"
 
 
 async def _first_state(stream: Stream) -> object | None:

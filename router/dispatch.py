@@ -7,16 +7,18 @@ was foreseen, is told to a `RouteTally` (router/metrics.py).
 """
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from common.clock import Clock, MonotonicClock
 from common.errors import DecodeLost
 from common.messages import GenerateRequest
+from router.breaker import RetryBudget
 from router.fleet import Expected, Fleet, Worker
 from router.metrics import RouteTally
 from router.predict import Demand
 from router.prompt_hashes import HashBook, PromptHashes
+from router.recovery import Blame
 from router.routing import PrefillChoice, RoutingPolicy
 from router.session import Session, Sink
 
@@ -29,6 +31,10 @@ class Placing(Protocol):
     def submit(
         self, request: GenerateRequest, sink: Sink, avoid: Collection[str]
     ) -> "Placement | None": ...
+
+    def may_retry(self) -> bool:
+        """Whether the fleet affords another try after an internal error, which then counts."""
+        ...
 
     def call_on_change(self, callback: Callable[[], None]) -> None: ...
 
@@ -44,6 +50,7 @@ class Context:
     book: HashBook
     tally: RouteTally
     clock: Clock
+    retries: RetryBudget = field(default_factory=RetryBudget)
 
 
 class Dispatcher:
@@ -111,7 +118,11 @@ class Dispatcher:
         except DecodeLost:
             return None
         context.fleet.place(worker)
+        context.retries.accepted()
         return Placement(context, session, worker, request, demand, hashes)
+
+    def may_retry(self) -> bool:
+        return self._context.retries.take(self._context.clock.now())
 
     def call_on_change(self, callback: Callable[[], None]) -> None:
         self._waiting[callback] = None
@@ -131,6 +142,8 @@ class Placement:
     _demand: Demand
     _hashes: list[PromptHashes]
     _prefill: Worker | None = None
+    _routed: Worker | None = None
+    """The prefill worker, also after it has computed the prompt."""
     _expected: Expected | None = None
     _prediction: tuple[float, float] | None = None
     """When it was made, and how long until the first token."""
@@ -142,7 +155,8 @@ class Placement:
 
     @property
     def prefill_incarnation(self) -> str | None:
-        return None if self._prefill is None else self._prefill.state.incarnation
+        """Also after it has computed the prompt."""
+        return None if self._routed is None else self._routed.state.incarnation
 
     def admitted(
         self, num_cached_tokens: int, avoid: Collection[str], *, needs_route: bool
@@ -162,7 +176,7 @@ class Placement:
             self._begun(self._worker, num_cached_tokens)
             self._session.route(request_id, None, None)
             return
-        self._prefill = prefill
+        self._prefill = self._routed = prefill
         self._context.fleet.place(prefill)
         held = self._demand.cached_tokens.get(prefill.order, 0)
         self._context.tally.hit("prefill", held)
@@ -199,10 +213,22 @@ class Placement:
             self._prefill = None
         self._hashes = []
 
+    def failed(self, blame: Blame) -> None:
+        """The request has failed here."""
+        self._context.fleet.failed(self._worker, blame.decode)
+        if self._routed is not None:
+            self._context.fleet.failed(self._routed, blame.prefill)
+
+    def forgive(self, blame: Blame) -> None:
+        """It fails elsewhere too: the workers are not to blame."""
+        self._context.fleet.forgive(self._worker, blame.decode)
+        if self._routed is not None:
+            self._context.fleet.forgive(self._routed, blame.prefill)
+
     def cancel_output(self, output_index: int) -> None:
         self._session.cancel_output(self._request.request_id, output_index)
 
-    def end(self, *, is_complete: bool) -> None:
+    def end(self, *, is_complete: bool, has_failed: bool = False) -> None:
         """The request is over here. If it is not complete the worker must stop. Idempotent."""
         if self._has_ended:
             return
@@ -210,6 +236,13 @@ class Placement:
         self._leave_prefill()
         self._context.fleet.release(self._worker)
         if is_complete:
+            if not has_failed:
+                self._succeeded()
             self._session.forget(self._request.request_id)
         else:
             self._session.cancel(self._request.request_id)
+
+    def _succeeded(self) -> None:
+        self._context.fleet.succeeded(self._worker)
+        if self._routed is not None:
+            self._context.fleet.succeeded(self._routed)

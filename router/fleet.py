@@ -10,14 +10,20 @@ its counts and hashes.
 Ready means: a colocated worker, or a decode worker and a prefill worker that store KV alike. A
 fleet that was ready and lost its prefill workers keeps serving, since decode workers can prefill by
 themselves, and says so.
+
+Workers that fail requests are taken out for a while (`failed`, `succeeded`; router/breaker.py), but
+at most half of those that decode: when most of them fail, they are hardly to blame.
 """
 
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
 
+from common.clock import Clock, MonotonicClock
 from common.errors import MalformedMessage
 from common.messages import PROTOCOL_VERSION, KvEvents, WorkerState
 from common.types import Role
+from router.breaker import Breaker
+from router.breaker import State as BreakerState
 from router.prefix_index import PrefixIndex
 
 
@@ -40,6 +46,7 @@ class Worker:
     num_states: int = 0
     unseen: tuple[int, int] = (0, 0)
     """Prompt tokens placed since the last state, and between the last two."""
+    breaker: Breaker = field(default_factory=Breaker)
 
     @property
     def can_decode(self) -> bool:
@@ -83,9 +90,16 @@ class Expected:
 
 
 class Fleet:
-    def __init__(self) -> None:
+    def __init__(self, clock: Clock | None = None) -> None:
         self.prefix_index = PrefixIndex()
         """By `Worker.order`."""
+        self.on_opened: Callable[[Worker], None] = lambda worker: None
+        """Called when a worker has failed too often and is to be tested."""
+        self.num_failures = dict.fromkeys(Role, 0)
+        """Laid to workers of each role."""
+        self.num_opened = dict.fromkeys(Role, 0)
+        """How often one was taken out."""
+        self._clock = clock or MonotonicClock()
         self._workers: dict[str, Worker] = {}
         self._refused: dict[str, str] = {}
         self._next_order = 0
@@ -157,6 +171,35 @@ class Fleet:
         if worker is not None and worker.state.incarnation == incarnation:
             worker.has_session = is_up
             self._changed()
+
+    # --- facts from journeys and probes -----------------------------------------------------------
+
+    def failed(self, worker: Worker, weight: float) -> None:
+        """`worker` has failed a request; 1 for a failure that is surely its own."""
+        if weight == 0:
+            return
+        self.num_failures[worker.state.role] += 1
+        if worker.breaker.failed(self._clock.now(), weight):
+            self.num_opened[worker.state.role] += 1
+            self._changed()
+            self.on_opened(worker)
+
+    def forgive(self, worker: Worker, weight: float) -> None:
+        worker.breaker.forgive(self._clock.now(), weight)
+
+    def succeeded(self, worker: Worker) -> None:
+        worker.breaker.succeeded(self._clock.now())
+
+    def probe_in_s(self, worker: Worker) -> float:
+        return max(0.0, worker.breaker.probe_at - self._clock.now())
+
+    def probe_begun(self, worker: Worker) -> None:
+        worker.breaker.probe_begun()
+        self._changed()
+
+    def probe_ended(self, worker: Worker, *, has_passed: bool) -> None:
+        worker.breaker.probe_ended(self._clock.now(), has_passed=has_passed)
+        self._changed()
 
     # --- questions --------------------------------------------------------------------------------
 
@@ -303,6 +346,7 @@ def _view(workers: list[Worker]) -> _View:
         w.order: _basic_fault(w, first_of[w.state.incarnation]) or _misfit(w, partners)
         for w in linked
     }
+    excluded |= _sick([w for w in linked if excluded[w.order] is None])
     in_use = [w for w in linked if excluded[w.order] is None]
     decoding = [w for w in in_use if w.can_decode]
     prefilling = [w for w in in_use if not w.can_decode]
@@ -317,6 +361,15 @@ def _view(workers: list[Worker]) -> _View:
             w.state.role is Role.COLOCATED or w.kv_identity in identities for w in decoding
         ),
     )
+
+
+def _sick(workers: list[Worker]) -> dict[int, str | None]:
+    """Which of the workers that could be used have failed too often, and are not."""
+    sick = [w for w in workers if w.breaker.state is not BreakerState.CLOSED]
+    decoding = [w for w in sick if w.can_decode]
+    num_decoding = sum(w.can_decode for w in workers)
+    out = [w for w in sick if not w.can_decode] + decoding[: num_decoding // 2]
+    return {w.order: f"has failed too often ({w.breaker.state})" for w in out}
 
 
 def _naming(state: WorkerState) -> BlockNaming | None:
@@ -334,7 +387,7 @@ def _basic_fault(worker: Worker, twin: Worker) -> str | None:
         return f"is the same process as {twin.address}"
     if state.draining:
         return "is draining"
-    return None
+    return state.unhealthy or None
 
 
 def _misfit(worker: Worker, partners: list[Worker]) -> str | None:

@@ -572,6 +572,7 @@ class Generation:
         for journey in self._journeys:
             journey.stop()
             metrics.retries.inc(journey.num_retries)
+            metrics.preemptions.inc(journey.num_preemptions)
         self._ticket.leave()
         self._service.forget(self)
         if self.is_done:

@@ -5,7 +5,8 @@ A journey has legs. The first leg carries all outputs of the request. When a leg
 a retry can help, every output that has not finished goes on in a leg of its own: `prompt + tokens
 so far`, with the original prompt length, on another pair of workers. What the client sees is a
 pause; no token is lost or comes twice, because a leg that has failed is never listened to again.
-After `MAX_ATTEMPTS`, or `RECOVERY_S` without a worker, the error stands.
+After `MAX_ATTEMPTS` without progress, or `RECOVERY_S` without a worker, the error stands
+(router/recovery.py decides).
 
 `generation` starts a journey and reads its events; the session calls the legs (they are its sinks).
 All of it runs on the event loop and nothing here waits.
@@ -20,29 +21,22 @@ from common.clock import Clock
 from common.errors import (
     DeadlineExceeded,
     DecodeFull,
-    DecodeLost,
-    Draining,
+    InternalError,
     NotReady,
-    PageRefused,
     Preempted,
-    PrefillLost,
-    PullFailed,
     TandemError,
 )
 from common.messages import GenerateRequest, pack_tokens
 from common.types import FinishReason, PromptLogprobs, TokenLogprobs
 from router.dispatch import Placement, Placing
-
-MAX_ATTEMPTS = 3
-RECOVERY_S = 10.0
-_RECOVERABLE = (
-    DecodeLost,
-    PrefillLost,
-    PullFailed,
-    PageRefused,
-    Draining,
-    DecodeFull,
-    Preempted,
+from router.recovery import (
+    RECOVERY_S,
+    Blame,
+    Loss,
+    avoids_decode,
+    avoids_prefill,
+    blame,
+    next_attempt,
 )
 
 
@@ -130,10 +124,15 @@ class Journey:
         self._outputs = [_Output() for _ in range(request.sampling.n)]
         self._legs: list[_Leg] = []
         self._num_unfinished = request.sampling.n
+        self._num_legs = 0
         self.num_retries = 0
+        """Further attempts after a loss or a failure."""
+        self.num_preemptions = 0
+        self._blamed: list[tuple[Placement, Blame]] = []
+        """Whom the request's internal errors were laid to."""
         self._avoid: set[str] = set()
         self._started_at = 0.0
-        self._timers: list[asyncio.TimerHandle] = []
+        self._deadline: asyncio.TimerHandle | None = None
         self._has_ended = False
         self._has_prefilled = False
         self.num_cached_tokens = 0
@@ -143,7 +142,7 @@ class Journey:
         """Raises NotReady when there is no worker to begin with."""
         self._started_at = self._clock.now()
         if self._request.deadline_s is not None:
-            self._call_later(self._request.deadline_s, self._expire)
+            self._deadline = _call_later(self._request.deadline_s, self._expire)
         leg = _Leg(self, self._request, list(range(len(self._outputs))), attempt=1)
         if not self._place(leg):
             self.stop()
@@ -154,9 +153,8 @@ class Journey:
         Idempotent.
         """
         self._has_ended = True
-        for timer in self._timers:
-            timer.cancel()
-        self._timers.clear()
+        if self._deadline is not None:
+            self._deadline.cancel()
         self._dispatcher.do_not_call(self._retry)
         legs, self._legs = self._legs, []
         for leg in legs:
@@ -214,32 +212,61 @@ class Journey:
     def leg_done(self, leg: "_Leg") -> bool:
         return all(self._outputs[i].has_finished for i in leg.output_indices)
 
-    def leg_failed(self, leg: "_Leg", error: TandemError) -> None:
+    def leg_failed(self, leg: "_Leg", error: TandemError, *, at_prefill: bool) -> None:
         self._legs.remove(leg)
         leg.end()
-        if not isinstance(error, _RECOVERABLE) or leg.attempt >= MAX_ATTEMPTS:
+        loss = leg.loss(error, has_begun=self._has_begun, at_prefill=at_prefill)
+        self._lay_blame(leg, loss)
+        attempt = next_attempt(loss)
+        if attempt is None or not self._affords(error):
             self._fail(error)
             return
-        self._avoid.update(leg.suspects(error))
-        # making room for older requests is no failure: it does not count
-        attempt = leg.attempt + (not isinstance(error, Preempted))
-        self._legs.extend(self._resume(leg, attempt))
+        if loss.has_progressed:
+            self._avoid.clear()
+        self._avoid.update(leg.suspects(loss))
+        self.num_preemptions += isinstance(error, Preempted)
+        legs = self._resume(leg, attempt)
+        self.num_retries += 0 if isinstance(error, Preempted) else len(legs)
+        self._legs.extend(legs)
         self._retry()
-        if all(waiting.is_placed for waiting in self._legs):
-            return
-        if isinstance(error, DecodeFull):
+        waiting = [new for new in legs if not new.is_placed]
+        if waiting and isinstance(error, DecodeFull | InternalError):
             self._fail(error)
             return
-        self._dispatcher.call_on_change(self._retry)
-        self._call_later(RECOVERY_S, lambda: self._give_up(error))
+        for new in waiting:
+            self._dispatcher.call_on_change(self._retry)
+            new.give_up_after(RECOVERY_S, lambda: self._fail(error))
 
     # --- inside -----------------------------------------------------------------------------------
+
+    @property
+    def _has_begun(self) -> bool:
+        return any(output.token_ids for output in self._outputs)
+
+    def num_tokens(self, output_indices: list[int]) -> int:
+        """Generated so far."""
+        return sum(len(self._outputs[i].token_ids) for i in output_indices)
+
+    def _lay_blame(self, leg: "_Leg", loss: Loss) -> None:
+        """A request that fails on several workers is itself the reason: then none is to blame."""
+        found, placement = blame(loss), leg.placement
+        if not isinstance(loss.error, InternalError):
+            placement.failed(found)
+        elif self._blamed:
+            for before, laid in self._blamed:
+                before.forgive(laid)
+            self._blamed = [(placement, Blame())]
+        else:
+            placement.failed(found)
+            self._blamed.append((placement, found))
+
+    def _affords(self, error: TandemError) -> bool:
+        return not isinstance(error, InternalError) or self._dispatcher.may_retry()
 
     def _resume(self, failed: "_Leg", attempt: int) -> "list[_Leg]":
         """Legs that carry on with what `failed` has not finished."""
         unfinished = [i for i in failed.output_indices if not self._outputs[i].has_finished]
-        has_begun = any(output.token_ids for output in self._outputs)
-        if not has_begun:
+        if not self._has_begun:
             return [_Leg(self, self._renamed(self._request), unfinished, attempt)]
         return [_Leg(self, self._renamed(self._resubmission(i)), [i], attempt) for i in unfinished]
 
@@ -254,7 +281,7 @@ class Journey:
 
     def _renamed(self, request: GenerateRequest) -> GenerateRequest:
         """The worker may still know the earlier attempt, so each attempt has an id of its own."""
-        self.num_retries += 1
+        self._num_legs += 1
         age_s = self._clock.now() - self._started_at
         deadline_s = request.deadline_s
         if deadline_s is not None:
@@ -262,7 +289,7 @@ class Journey:
         return dataclasses.replace(
             request,
             age_s=age_s,
-            request_id=f"{self._request.request_id}~{self.num_retries}",
+            request_id=f"{self._request.request_id}~{self._num_legs}",
             deadline_s=deadline_s,
         )
 
@@ -282,10 +309,6 @@ class Journey:
             self._legs.append(leg)
         return True
 
-    def _give_up(self, error: TandemError) -> None:
-        if any(not leg.is_placed for leg in self._legs):
-            self._fail(error)
-
     def _expire(self) -> None:
         limit = self._request.deadline_s
         self._fail(DeadlineExceeded(f"the request took longer than its limit of {limit:g} s"))
@@ -295,8 +318,9 @@ class Journey:
             self.stop()
             self._inbox.fail(error)
 
-    def _call_later(self, delay_s: float, callback: Callable[[], None]) -> None:
-        self._timers.append(asyncio.get_running_loop().call_later(delay_s, callback))
+
+def _call_later(delay_s: float, callback: Callable[[], None]) -> asyncio.TimerHandle:
+    return asyncio.get_running_loop().call_later(delay_s, callback)
 
 
 class _Leg:
@@ -309,36 +333,63 @@ class _Leg:
         self.request = request
         self.output_indices = output_indices
         self._journey = journey
+        self._num_tokens_before = journey.num_tokens(output_indices)
         self._running = set(output_indices)
         self._placement: Placement | None = None
-        self._prefill_incarnation: str | None = None
+        self._give_up: asyncio.TimerHandle | None = None
         self._phase = Phase.NEW
+        self._has_failed = False
 
     @property
     def is_placed(self) -> bool:
         return self._phase is not Phase.NEW
 
-    def suspects(self, error: TandemError) -> list[str]:
-        """Incarnations that the next attempt should avoid. A lost worker is not in the fleet any
-        more.
-        """
+    @property
+    def placement(self) -> Placement:
         assert self._placement is not None
-        if isinstance(error, DecodeFull | Draining):
-            return [self._placement.decode_incarnation]
-        if isinstance(error, DecodeLost | Preempted) or self._prefill_incarnation is None:
-            return []
-        return [self._prefill_incarnation]
+        return self._placement
+
+    def loss(self, error: TandemError, *, has_begun: bool, at_prefill: bool) -> Loss:
+        return Loss(
+            error=error,
+            attempt=self.attempt,
+            num_new_tokens=self._journey.num_tokens(self.output_indices) - self._num_tokens_before,
+            has_begun=has_begun,
+            was_remote=self.placement.prefill_incarnation is not None,
+            at_prefill=at_prefill,
+        )
+
+    def suspects(self, loss: Loss) -> list[str]:
+        """Incarnations that the next attempt should avoid."""
+        found = []
+        prefill = self.placement.prefill_incarnation
+        if prefill is not None and avoids_prefill(loss):
+            found.append(prefill)
+        if avoids_decode(loss):
+            found.append(self.placement.decode_incarnation)
+        return found
+
+    def give_up_after(self, delay_s: float, callback: Callable[[], None]) -> None:
+        """Unless it is placed before that."""
+        self._give_up = _call_later(delay_s, callback)
+
+    def _waits_no_more(self) -> None:
+        if self._give_up is not None:
+            self._give_up.cancel()
+            self._give_up = None
 
     def placed(self, placement: Placement) -> None:
         self._placement = placement
+        self._waits_no_more()
         self._move(Phase.SUBMITTED)
 
     def end(self) -> None:
         """Idempotent. A worker that is still running outputs of this leg is told to stop."""
+        self._waits_no_more()
         if self._phase is not Phase.ENDED:
             self._move(Phase.ENDED)
             if self._placement is not None:
-                self._placement.end(is_complete=not self._running)
+                self._placement.end(is_complete=not self._running, has_failed=self._has_failed)
 
     def cancel_output(self, output_index: int) -> None:
         """The router has ended this output; the leg's others go on."""
@@ -356,7 +407,6 @@ class _Leg:
         if self._placement is not None:
             avoid = self._journey.avoid
             self._placement.admitted(num_cached_tokens, avoid, needs_route=needs_route)
-            self._prefill_incarnation = self._placement.prefill_incarnation
 
     def prefill_done(self, num_cached_tokens: int, prompt_logprobs: PromptLogprobs | None) -> None:
         if self._phase in (Phase.SUBMITTED, Phase.ADMITTED):
@@ -382,10 +432,11 @@ class _Leg:
         if finish_reason is not None and self._journey.leg_done(self):
             self.end()
 
-    def failed(self, error: TandemError) -> None:
+    def failed(self, error: TandemError, *, at_prefill: bool = False) -> None:
         if self._phase is not Phase.ENDED:
+            self._has_failed = True
             self._running.clear()
-            self._journey.leg_failed(self, error)
+            self._journey.leg_failed(self, error, at_prefill=at_prefill)
 
     def _prefilled(self) -> None:
         if self._phase is Phase.SUBMITTED:

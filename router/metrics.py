@@ -7,7 +7,7 @@ object, so several routers fit in a process.
 """
 
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -37,7 +37,12 @@ class RouterMetrics:
         )
         self.errors = self._counter("errors", "Errors answered, by code", ("code",))
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of accepted requests")
-        self.retries = self._counter("retries", "Resubmissions after a worker was lost")
+        self.retries = self._counter(
+            "retries", "Resubmissions after a worker was lost or has failed the request"
+        )
+        self.preemptions = self._counter(
+            "preemptions", "Resubmissions after a decode worker made room for older requests"
+        )
         self.ttft = self._histogram(
             "time_to_first_token_seconds", "From a request's arrival to its first token"
         )
@@ -160,8 +165,25 @@ class _FleetCollector:
         for (role, state), count in counts.items():
             workers.add_metric((role.value, state), count)
         yield workers
+        yield _by_role(
+            "tandem_router_worker_failures",
+            "Failures of requests and sessions that were laid to a worker",
+            self._fleet.num_failures,
+        )
+        yield _by_role(
+            "tandem_router_workers_taken_out",
+            "Times that a worker had failed too often and got no requests for a while",
+            self._fleet.num_opened,
+        )
         yield GaugeMetricFamily(
             "tandem_router_prefix_index_hashes",
             "Different blocks known to be in the prefix caches of workers",
             value=len(self._fleet.prefix_index),
         )
+
+
+def _by_role(name: str, text: str, counts: Mapping[Role, int]) -> CounterMetricFamily:
+    family = CounterMetricFamily(name, text, labels=("role",))
+    for role, count in counts.items():
+        family.add_metric((role.value,), count)
+    return family

@@ -2,7 +2,8 @@
 
 Requests go in by `submit`, `route` and `cancel` (none of them waits); what comes back is handed to
 the request's sink. The session is the lease of its requests: when the stream ends, each of them
-fails with `DecodeLost`. `discovery` opens sessions and runs them; `dispatch` finds them by worker.
+fails with `DecodeLost`, or with `Draining` when the worker said that it leaves. `discovery` opens
+sessions and runs them; `dispatch` finds them by worker.
 """
 
 import asyncio
@@ -11,7 +12,7 @@ from typing import Protocol
 
 import anyio
 
-from common.errors import DecodeLost, MalformedMessage, TandemError
+from common.errors import DecodeLost, Draining, MalformedMessage, TandemError
 from common.messages import (
     Admitted,
     Cancel,
@@ -45,7 +46,9 @@ class Sink(Protocol):
         logprobs: TokenLogprobs | None,
     ) -> None: ...
 
-    def failed(self, error: TandemError) -> None: ...
+    def failed(self, error: TandemError, *, at_prefill: bool = False) -> None:
+        """`at_prefill`: through the prefill worker's fault."""
+        ...
 
 
 class Session:
@@ -88,7 +91,7 @@ class Session:
         """The request has ended by itself: all its outputs have finished."""
         self._sinks.pop(request_id, None)
 
-    async def run(self, hello: Hello, on_end: Callable[[], None]) -> None:
+    async def run(self, hello: Hello, on_end: Callable[[TandemError], None]) -> None:
         """Until the stream ends. Raises what ended it (a clean end is `DecodeLost` too).
 
         `on_end` is called before the requests learn of the end, so that none of them comes back
@@ -106,14 +109,16 @@ class Session:
         finally:
             self._stream.cancel()
             self._has_ended = True
-            on_end()
+            on_end(error)
             self._fail_all(error)
         raise error
 
     def _fail_all(self, error: TandemError) -> None:
         sinks, self._sinks = list(self._sinks.values()), {}
+        if not isinstance(error, Draining):
+            error = DecodeLost(f"decode worker {self._address} was lost: {error.message}")
         for sink in sinks:
-            sink.failed(DecodeLost(f"decode worker {self._address} was lost: {error.message}"))
+            sink.failed(error)
 
     async def _write(self) -> None:
         while True:
@@ -140,7 +145,7 @@ class Session:
             case Failed(request_id=request_id):
                 sink = sinks.pop(request_id, None)
                 if sink is not None:
-                    sink.failed(message.error())
+                    sink.failed(message.error(), at_prefill=message.at_prefill)
             case _:
                 raise MalformedMessage(f"a decode worker does not send {type(message).__name__}")
 

@@ -114,10 +114,10 @@ def open_router(
     if tokenizer is None:
         tokenizer = load_tokenizer(directory, template)
     draw_bits = random.SystemRandom().getrandbits
-    fleet = Fleet()
+    clock = MonotonicClock()
+    fleet = Fleet(clock)
     admission = Admission(config.max_waiting)
     metrics = RouterMetrics(fleet, admission)
-    clock = MonotonicClock()
     policy = Predicting(
         always_remote=config.prefill_where == "remote", itl_target_s=config.itl_target
     )

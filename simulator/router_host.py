@@ -97,7 +97,7 @@ class RouterHost:
     ) -> None:
         self._events = events
         self._clock = QueueClock(events)
-        self.fleet = Fleet()
+        self.fleet = Fleet(self._clock)
         self.tally = RouteTally()
         self._dispatcher = Dispatcher(self.fleet, policy, tally=self.tally, clock=self._clock)
         self._interleave = Interleave(itl_target_s)

@@ -28,7 +28,7 @@ from common.engine.offsets import open_offsets
 from common.engine.outputs import OutputTable
 from common.engine.pools import PageArena
 from common.engine.sampler import choose, score
-from common.engine.self_test import check_row_invariance
+from common.engine.self_test import check_all_layers, check_at_start
 from common.engine.weights import model_fingerprint
 from common.errors import ConfigError
 from common.model_config import ModelConfig
@@ -43,7 +43,7 @@ from common.scheduling.plan import (
     StepResult,
     TagOrder,
 )
-from common.types import OutputKey, PromptLogprobs
+from common.types import BlockId, OutputKey, PromptLogprobs
 
 NUM_SENT = 16
 """Host buffers: a step sends at most six things beside its batch, and two steps may be under way.
@@ -77,6 +77,8 @@ class Runner(Protocol):
     def land(self, moves: Sequence[LandingMove]) -> LandingResult: ...
 
     def self_test(self) -> None: ...
+
+    def self_test_on(self, block_ids: tuple[BlockId, ...], tail: BlockId) -> None: ...
 
 
 class ModelRunner:
@@ -221,7 +223,13 @@ class ModelRunner:
         """Raise unless rows come out the same whatever stands beside them; to the bit where the
         backend promises that.
         """
-        check_row_invariance(self.config, self._backend, self.pool)
+        check_at_start(self.config, self._backend, self.pool)
+
+    def self_test_on(self, block_ids: tuple[BlockId, ...], tail: BlockId) -> None:
+        """Between steps, in pages that are held for it: raise unless all layers give finite
+        numbers.
+        """
+        check_all_layers(self.config, self._backend, self.pool, block_ids, tail)
 
     def _start(self, start: OutputStart) -> None:
         self._outputs.start(start)

@@ -2,9 +2,13 @@
 with `--batch-invariant`, that means to the bit; a GPU's own matrix routines round differently for
 other numbers of rows, so without it a margin holds that wrong kernels miss by far.
 
-A prompt of 512 tokens is computed in one chunk, then its first 1 to 64 tokens again as smaller
-chunks, then token by token as decodes, through the first layers and the output head. Runs before
-the worker takes requests, in pages that nobody uses yet, and leaves them zeroed.
+When a worker starts, a prompt of 512 tokens is computed in one chunk, then its first 1 to 64 tokens
+again as smaller chunks, then token by token as decodes, through the first layers and the output
+head. That is in pages that nobody uses yet, and leaves them zeroed.
+
+Then, and whenever a worker is in doubt, a short prompt goes through all layers: its numbers must be
+finite, and the same again as decodes where bits are promised. That needs a few pages of its own and
+no quiet device.
 """
 
 from collections.abc import Iterator
@@ -20,43 +24,75 @@ from common.engine.pools import PageArena
 from common.errors import ConfigError, InternalError
 from common.model_config import ModelConfig
 from common.scheduling.plan import OutputStart, PrefillChunk, StepPlan
-from common.types import SamplingParams
+from common.types import BlockId, SamplingParams
+from common.worker import self_test_tokens
 
 KEY = "self-test/0"
 LONG, SHORT = 512, 64
 TAIL = 1  # an exact page; exact page 0 is block 0's
 NUM_LAYERS = 2
-"""Layers that the test runs through: the second reads what the first has stored."""
+"""Layers that rows are compared in: the second reads what the first has stored."""
+NUM_DEEP_DECODES = 4
+"""Tokens that go through all layers again as decodes."""
 
 
 GPU_MARGIN = 0.1
 """Of the largest logit of a row."""
 
 
-def check_row_invariance(config: ModelConfig, backend: Backend, pool: PageArena) -> None:
-    test = _SelfTest(config, backend, pool)
+def check_at_start(config: ModelConfig, backend: Backend, pool: PageArena) -> None:
+    """Raises InternalError, or ConfigError when the pool is too small."""
+    size = pool.layout.block_size
+    longest = min(LONG, config.max_position_embeddings - 1)
+    room = min((1 + len(pool.packed)) * size, longest)
+    if len(pool.exact) < 2 or room < 2 * size:
+        raise ConfigError("the KV pool is too small for the self-test", param="kv_blocks")
+    table = (0, *range(-(-room // size) - 1))
+    test = _SelfTest(config, backend, pool, table, TAIL, room)
     try:
-        test.run()
+        test.compare_rows()
+        test.check_all_layers()
     finally:
         pool.packed[:] = 0
         pool.exact[:] = 0
 
 
+def check_all_layers(
+    config: ModelConfig,
+    backend: Backend,
+    pool: PageArena,
+    table: tuple[BlockId, ...],
+    tail: BlockId,
+) -> None:
+    """While the worker serves, in pages that are held for it: block 0 and `tail` exact ones, the
+    others packed. Raises InternalError.
+    """
+    num_tokens = min(self_test_tokens(pool.layout.block_size), config.max_position_embeddings - 1)
+    _SelfTest(config, backend, pool, table, tail, num_tokens).check_all_layers()
+
+
 class _SelfTest:
-    def __init__(self, config: ModelConfig, backend: Backend, pool: PageArena) -> None:
-        block_size = pool.layout.block_size
-        longest = min(LONG, config.max_position_embeddings - 1)
-        room = min((1 + len(pool.packed)) * block_size, longest)
-        if len(pool.exact) < 2 or room < 2 * block_size:
-            raise ConfigError("the KV pool is too small for the self-test", param="kv_blocks")
+    def __init__(
+        self,
+        config: ModelConfig,
+        backend: Backend,
+        pool: PageArena,
+        table: tuple[BlockId, ...],
+        tail: BlockId,
+        num_tokens: int,
+    ) -> None:
         self._config = config
         self._backend = backend
-        self._block_size = block_size
+        self._block_size = pool.layout.block_size
         self._device = pool.packed.device
         self._num_packed, self._num_exact = len(pool.packed), len(pool.exact)
-        self._tokens = _tokens(room, config.vocab_size)
+        self._block_ids = table
+        self._tail = tail
+        self._num_layers: int | None = None
+        self._tokens = _tokens(num_tokens, config.vocab_size)
 
-    def run(self) -> None:
+    def compare_rows(self) -> None:
+        self._num_layers = min(NUM_LAYERS, self._config.num_layers)
         num_short = min(SHORT, len(self._tokens) - 1)
         wanted = self._chunk_logits(len(self._tokens), num_short)
         for count in range(1, num_short + 1):
@@ -64,6 +100,16 @@ class _SelfTest:
             self._compare(found, wanted[count - 1], f"chunk of {count}")
         for position, found in enumerate(self._decode_logits(num_short)):
             self._compare(found, wanted[position], f"decode at position {position}")
+
+    def check_all_layers(self) -> None:
+        self._num_layers = None
+        count = min(self_test_tokens(self._block_size), len(self._tokens))
+        wanted = self._chunk_logits(count, count - 1)
+        check_finite(wanted)
+        for position, found in enumerate(self._decode_logits(min(NUM_DEEP_DECODES, count - 1))):
+            check_finite(found)
+            if self._backend.is_batch_invariant:
+                self._compare(found, wanted[position], f"decode at position {position}")
 
     def _chunk_logits(self, count: int, num_wanted: int) -> NDArray[np.float32]:
         """Logits of the first `num_wanted` tokens of a chunk of `count`; of the last, if all."""
@@ -74,7 +120,7 @@ class _SelfTest:
             start=0,
             num_tokens=count,
             block_ids=table,
-            tail=TAIL if is_open and len(table) > 1 else None,
+            tail=self._tail if is_open and len(table) > 1 else None,
         )
         batch = make_batch(StepPlan(step=0, chunks=(chunk,)), outputs, self._block_size)
         wanted = np.arange(min(count, num_wanted), dtype=np.int64)
@@ -86,7 +132,7 @@ class _SelfTest:
         """Logits of the first tokens, fed one at a time."""
         outputs = self._outputs(self._table(count), 1)
         rows = outputs.rows((KEY,))
-        outputs.give_tail(KEY, TAIL)
+        outputs.give_tail(KEY, self._tail)
         for position in range(count):
             batch = make_batch(StepPlan(step=0, decodes=(KEY,)), outputs, self._block_size)
             yield self._forward(batch)[0]
@@ -113,11 +159,10 @@ class _SelfTest:
         return outputs
 
     def _table(self, num_tokens: int) -> tuple[int, ...]:
-        """Exact page 0, then packed pages 0, 1, ..."""
-        return (0, *range(-(-num_tokens // self._block_size) - 1))
+        return self._block_ids[: -(-num_tokens // self._block_size)]
 
     def _forward(self, batch: StepBatch) -> NDArray[np.float32]:
-        self._backend.forward(batch, NUM_LAYERS)
+        self._backend.forward(batch, self._num_layers)
         return self._backend.logits(batch.wanted).cpu().numpy().copy()
 
     def _compare(self, found: NDArray[np.float32], wanted: NDArray[np.float32], what: str) -> None:
@@ -129,16 +174,20 @@ def _tokens(count: int, vocab_size: int) -> NDArray[np.int32]:
     return (np.arange(count, dtype=np.int64) * 7919 % vocab_size).astype(np.int32)
 
 
+def check_finite(logits: NDArray[np.float32]) -> None:
+    if not np.isfinite(logits).all():
+        raise InternalError(
+            "self-test: the model's logits are not finite; are the weights damaged?"
+        )
+
+
 def compare(
     found: NDArray[np.float32], wanted: NDArray[np.float32], what: str, margin: float
 ) -> None:
     """Raises InternalError unless the rows [vocab_size] are the same: to the bit with no margin,
     else within this share of the largest logit.
     """
-    if not np.isfinite(wanted).all():
-        raise InternalError(
-            "self-test: the model's logits are not finite; are the weights damaged?"
-        )
+    check_finite(wanted)
     apart = float(np.abs(found - wanted).max())
     if margin and not apart <= margin * float(np.abs(wanted).max()):
         raise InternalError(

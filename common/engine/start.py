@@ -27,6 +27,7 @@ from common.model_config import ModelConfig
 from common.pages import PageLayout, codec_named
 from common.pool_size import PoolSize, landing_of, pool_of
 from common.scheduling.plan import LandingMove, LandingResult, StepPlan, StepResult
+from common.types import BlockId
 from common.worker import LoopCall
 
 log = logging.getLogger(__name__)
@@ -87,6 +88,9 @@ class EngineDevice:
 
     async def land(self, moves: Sequence[LandingMove]) -> LandingResult:
         return await self._thread.run_first(self._runner.land, moves)
+
+    async def self_test(self, block_ids: tuple[BlockId, ...], tail: BlockId) -> None:
+        await self._thread.run(self._runner.self_test_on, block_ids, tail)
 
 
 def plan_memory(config: WorkerConfig, model: ModelConfig) -> MemoryPlan:

@@ -8,6 +8,7 @@ is its own affair. `model_fingerprint` tells two checkpoints apart without readi
 import hashlib
 import json
 import logging
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,7 +63,7 @@ class Checkpoint:
         return sorted(self._entries.values(), key=lambda entry: entry.name)
 
     def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """The tensor, which must have this shape, in its stored dtype."""
+        """The tensor, which must have this shape and be finite, in its stored dtype."""
         entry = self._entries.get(name)
         if entry is None:
             raise UnsupportedModel(f"the checkpoint has no tensor {name}")
@@ -79,7 +80,9 @@ class Checkpoint:
             file.seek(entry.start)
             if file.readinto(data) != len(data):
                 raise UnsupportedModel(f"{entry.path} is shorter than its header says (at {name})")
-        return torch.frombuffer(data, dtype=_DTYPES[entry.dtype]).view(shape)
+        tensor = torch.frombuffer(data, dtype=_DTYPES[entry.dtype]).view(shape)
+        _check_finite(entry, tensor)
+        return tensor
 
     def output_head(self, config: ModelConfig) -> Tensor | None:
         """The output matrix, or None when it is the embedding."""
@@ -93,6 +96,18 @@ class Checkpoint:
                 "the checkpoint is tied but holds another lm_head.weight; the embedding is used"
             )
         return None
+
+
+def _check_finite(entry: TensorEntry, tensor: Tensor) -> None:
+    """A sum is as fast as memory, and what is not finite in it never goes away again."""
+    if math.isfinite(tensor.sum().item()):
+        return
+    bad = (~torch.isfinite(tensor)).nonzero()  # else the sum of large numbers has overflowed
+    if len(bad):
+        raise UnsupportedModel(
+            f"{entry.path}: {entry.name} has {len(bad)} values that are not finite, the first one "
+            f"at {bad[0].tolist()}; the file is damaged: fetch or convert it again"
+        )
 
 
 def _files(directory: Path) -> list[Path]:

@@ -136,6 +136,12 @@ class StepResult:
     """For each chunk whose request asks for them."""
     duration_s: float = 0.0
 
+    @property
+    def not_finite(self) -> tuple[OutputKey, ...]:
+        """Outputs for which the model gave no usable numbers."""
+        grammars = {key for key, _ in self.failed_grammars}
+        return tuple(key for key in self.failed if key not in grammars)
+
     def failure(self, key: OutputKey) -> TandemError:
         """Why an output of `failed` has failed."""
         for name, reason in self.failed_grammars:

@@ -10,13 +10,14 @@ import contextlib
 import itertools
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import anyio
 import numpy as np
 from anyio.abc import TaskGroup
 
-from common.errors import TandemError
+from common.errors import InternalError, TandemError
 from common.events import EventLog
 from common.messages import (
     Admitted,
@@ -88,6 +89,9 @@ class SteppedDevice:
         self.may_run = asyncio.Event()
         self.may_run.set()
         self.num_tokens_computed = 0
+        self.is_sick: Callable[[StepPlan | None], bool] = lambda plan: False
+        """Whether a step's numbers are not finite; of the self-test, for None."""
+        self.num_self_tests = 0
         self._one_at_a_time = anyio.Lock()
 
     async def execute(
@@ -104,6 +108,10 @@ class SteppedDevice:
         await anyio.sleep((1 - self._logits_share) * step_s)
         self.num_tokens_computed += sum(chunk.num_tokens for chunk in plan.chunks)
         result: StepResult = self.runner.execute(plan)
+        if self.is_sick(plan):
+            result = replace(
+                result, keys=(), token_ids=(), logprobs=(), failed=tuple(dict.fromkeys(result.keys))
+            )
         told = LoopCall(on_stored or (lambda: None))
         told()
         await anyio.sleep(self._logits_share * step_s)
@@ -116,6 +124,15 @@ class SteppedDevice:
         await asyncio.sleep(0)
         result: LandingResult = self.runner.land(moves)
         return result
+
+    async def self_test(self, block_ids: tuple[int, ...], tail: int) -> None:
+        assert len({*block_ids[:1], tail}) == 2
+        async with self._one_at_a_time:
+            await self.may_run.wait()
+            await anyio.sleep(self._step_s)
+            self.num_self_tests += 1
+            if self.is_sick(None):
+                raise InternalError("self-test: the model's logits are not finite")
 
 
 @dataclass(eq=False)
@@ -156,6 +173,7 @@ class Fleet:
         self.fabric = MemoryFabric()
         self.network = MemoryNetwork(group)
         self.given_up: list[str] = []
+        self.unfit: list[str] = []
         self.workers: dict[str, Worker] = {}
         self._settings = settings
         self._incarnations = itertools.count(1)
@@ -201,6 +219,7 @@ class Fleet:
             "clock": LoopClock(),
             "metrics": WorkerMetrics(),
             "events": s.get("events") or EventLog(LoopClock()),
+            "unfit": partial(self._unfit, address, incarnation),
         }
         build = self._prefill if role is Role.PREFILL else self._decode
         worker = build(role, address, s, parts, transport, num_landing)
@@ -301,6 +320,18 @@ class Fleet:
     async def _run(self, worker: Worker) -> None:
         with worker.scope:
             await worker.service.run()
+
+    def _unfit(self, address: str, incarnation: str, reason: str) -> None:
+        """The process takes itself out."""
+        self.unfit.append(reason)
+        self.group.start_soon(self._take_out, address, incarnation)
+
+    async def _take_out(self, address: str, incarnation: str) -> None:
+        worker = self.workers.get(address)
+        if worker is not None and worker.identity.incarnation == incarnation:
+            worker.service.watch.drain()
+            await worker.service.leave()
+            self.kill(address)
 
     def kill(self, address: str) -> None:
         """The process is gone: streams break, its memory cannot be read, nothing of it runs on."""

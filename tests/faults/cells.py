@@ -28,7 +28,7 @@ from router.discovery import Discovery
 from router.dispatch import Dispatcher
 from router.fleet import Fleet as RouterFleet
 from router.journey import Inbox, Journey
-from router.routing import LeastLoaded
+from router.routing import LeastLoaded, RoutingPolicy
 from simulator.virtual_time import LoopClock, VirtualTimeLoop
 from tests.fakes.fleet import STEP_S, Fleet, Worker, fleet, flip_a_byte, make_stale
 from tests.fakes.hash_model import expected_tokens
@@ -136,12 +136,18 @@ def is_reached(
 class Router:
     """The router without its HTTP front: journeys over whatever discovery finds."""
 
-    def __init__(self, workers: Fleet, name: str) -> None:
+    def __init__(
+        self,
+        workers: Fleet,
+        name: str,
+        addresses: tuple[str, ...] = ("p0:1", "p1:1", "d0:1", "d1:1"),
+        policy: RoutingPolicy | None = None,
+    ) -> None:
         self.name = name
-        self.fleet = RouterFleet()
-        self.dispatcher = Dispatcher(self.fleet, LeastLoaded())
+        self.fleet = RouterFleet(LoopClock())
+        self.dispatcher = Dispatcher(self.fleet, policy or LeastLoaded(), clock=LoopClock())
         self._discovery = Discovery(
-            ("p0:1", "p1:1", "d0:1", "d1:1"),
+            addresses,
             fleet=self.fleet,
             dispatcher=self.dispatcher,
             connect=workers.network.connect_from(name),

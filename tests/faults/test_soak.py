@@ -5,6 +5,7 @@ at random. No token is wrong, lost or doubled, and nothing is left.
 """
 
 import asyncio
+import itertools
 import random
 from collections import Counter
 
@@ -82,6 +83,23 @@ class Soak:
                 await asyncio.sleep(self.random.choice([0.5, 3.0]))
                 self.workers.resume(address)
 
+    async def restart_in_turn(self, drain_s: float) -> None:
+        """Rolling restarts without end, as a deployment does them: each worker drains, tells who is
+        left that it leaves, ends, and is back.
+        """
+        for address in itertools.cycle(sorted(ADDRESSES)):
+            worker = self.workers.workers[address]
+            with anyio.move_on_after(drain_s) as bound:
+                await worker.service.drained()
+            if bound.cancelled_caught:
+                self.outcomes["cut drains"] += 1
+                await worker.service.leave()
+            await asyncio.sleep(0.2)
+            self.workers.kill(address)
+            self.workers.add(ADDRESSES[address], address)
+            self.outcomes["restarts"] += 1
+            await asyncio.sleep(0.5)
+
     async def run(self) -> None:
         numbers = iter(range(NUM_REQUESTS))
 
@@ -121,6 +139,43 @@ def test_nothing_is_wrong_or_left_after_kills_at_random(seed: int) -> None:
             assert num_requests == NUM_REQUESTS
             assert soak.outcomes["done"] > 0.7 * NUM_REQUESTS, soak.outcomes
             assert soak.outcomes["kills"] > 3
+
+    with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
+        runner.run(main())
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_rolling_restarts_lose_nothing_though_streams_last_longer_than_all_drains(
+    seed: int,
+) -> None:
+    """T14: each stream of some 30 s goes through about nine restarts of drains of 1.5 s."""
+    num_streams = 8
+
+    async def main() -> None:
+        async with fleet(num_prefill=0, num_decode=0, num_packed=1024, num_exact=64) as workers:
+            for address, role in ADDRESSES.items():
+                workers.add(role, address)
+            soak = Soak(workers, seed)
+            workers.group.start_soon(soak.router.run)
+            await soak.router.ready()
+
+            async def stream(number: int) -> None:
+                prompt = [(31 * number + k) % 900 for k in range(20 + 40 * number)]
+                sampling = SamplingParams(max_tokens=1500, temperature=1.0, seed=number)
+                found = await soak.router.generate(prompt, sampling)
+                assert found == expected_tokens(prompt, sampling)
+                soak.outcomes["right"] += 1
+
+            async with anyio.create_task_group() as restarting:
+                restarting.start_soon(soak.restart_in_turn, 1.5)
+                async with anyio.create_task_group() as group:
+                    for number in range(num_streams):
+                        group.start_soon(stream, number)
+                restarting.cancel_scope.cancel()
+            await asyncio.sleep(10)
+            assert soak.outcomes["right"] == num_streams
+            assert soak.outcomes["restarts"] >= 12, soak.outcomes
+            assert soak.outcomes["cut drains"] >= 4, soak.outcomes
 
     with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
         runner.run(main())

@@ -2,6 +2,7 @@
 token.
 """
 
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count, product
@@ -13,6 +14,7 @@ import pytest
 from common.errors import (
     DecodeFull,
     Draining,
+    GrammarFailed,
     InternalError,
     PageRefused,
     PrefillLost,
@@ -20,6 +22,7 @@ from common.errors import (
     TandemError,
 )
 from common.types import Role
+from router.breaker import Breaker
 from tests.router.fake_worker import FakeWorker
 from tests.router.sse import events, finish_of, text_of
 from tests.router.stack import Stack
@@ -107,10 +110,16 @@ def test_attempts_are_counted_for_each_output(model_dir: Path) -> None:
         assert [text_of(chunks, index) for index in range(4)] == expected
 
 
+def forget_failures(stack: Stack) -> None:
+    for worker in stack.router.service.fleet.linked():
+        worker.breaker = Breaker()
+
+
 def test_errors_that_a_retry_can_help_are_hidden(model_dir: Path) -> None:
     with Stack(model_dir, *pair(), FakeWorker(Role.DECODE, script=counting)) as stack:
         expected = whole(stack)
         for number, (error, after) in enumerate(product(RETRIED, (0, 7))):
+            forget_failures(stack)
             stack.workers[0].fails_after = (after, error("on purpose"))
             assert [whole(stack) for _ in range(2)] == [expected] * 2
             assert stack.workers[0].fails_after is None
@@ -150,10 +159,27 @@ def test_three_attempts_then_the_error(model_dir: Path) -> None:
 def test_an_error_that_no_retry_can_help_is_not_retried(model_dir: Path) -> None:
     with Stack(model_dir, colocated(), colocated()) as stack:
         for worker in stack.workers:
-            failing(worker, InternalError("a defect"))
+            failing(worker, GrammarFailed("no end"))
         response = stack.complete("x")
-        assert (response.status_code, response.json()["error"]["message"]) == (500, "a defect")
+        assert (response.status_code, response.json()["error"]["message"]) == (400, "no end")
         assert sum(len(worker.submitted) for worker in stack.workers) == 1
+
+
+def test_a_defect_is_tried_elsewhere_once_each_and_blamed_on_the_request(model_dir: Path) -> None:
+    """T11: with one worker at fault another answers; a request that fails everywhere is answered
+    with its error at once, and no worker is taken out for it.
+    """
+    with Stack(model_dir, colocated(), colocated()) as stack:
+        for worker in stack.workers:
+            failing(worker, InternalError("a defect"))
+        for number in range(1, 6):
+            response = stack.complete("x")
+            assert (response.status_code, response.json()["error"]["message"]) == (500, "a defect")
+            assert sum(len(worker.submitted) for worker in stack.workers) == 2 * number
+        now = time.monotonic()
+        scores = [worker.breaker.score(now) for worker in stack.router.service.fleet.linked()]
+        assert scores == [0.0, 0.0]
+        assert stack.router.service.fleet.reasons() == []
 
 
 def test_b115_a_full_decode_worker_sends_the_request_to_another(model_dir: Path) -> None:
