@@ -232,6 +232,13 @@ class WorkerConfig:
         "and always so on a CPU. Workers that exchange KV must agree",
         default=False,
     )
+    prefill_peers: tuple[str, ...] = option(
+        "decode workers: the only prefill workers that a route may name; a name with many "
+        "addresses stands for all of them",
+        default=(),
+        metavar="HOST:PORT,...",
+        shown="any over --internal-tls; in plain text loopback addresses where --listen is one",
+    )
     handoff_stall_s: float = option(
         "a hand-off without progress is ended after this long", default=30.0, metavar="SECONDS"
     )
@@ -263,6 +270,10 @@ class WorkerConfig:
             check_address(name, address)
         check_distinct({"listen": self.listen, "metrics": self.metrics})
         check_plaintext("listen", self.listen, self)
+        for peer in self.prefill_peers:
+            check_address("prefill_peers", peer)
+        if self.prefill_peers and self.role != "decode":
+            raise ConfigError("--prefill-peers is for decode workers; leave it out here")
         check_at_least("kv_blocks", self.kv_blocks, 1)
         check_chunk(self.max_chunk_tokens, self.block_size)
         check_at_least("max_num_seqs", self.max_num_seqs, 1)
@@ -391,6 +402,11 @@ class ServeConfig:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CertsConfig:
     out: str = option("folder to write to", metavar="DIR")
+    role: Literal["router", "prefill", "decode"] | None = option(
+        "the one part that the certificate's holder may take (decode: colocated too)",
+        default=None,
+        shown="any part",
+    )
     days: int = option("how long the certificates are valid", default=365, metavar="N")
 
     def __post_init__(self) -> None:

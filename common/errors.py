@@ -70,6 +70,14 @@ class Unauthorized(TandemError):
     grpc_status = "UNAUTHENTICATED"
 
 
+class NotAllowed(TandemError):
+    """The caller is known, and this is not its part."""
+
+    code = "not_allowed"
+    http_status = 403
+    grpc_status = "PERMISSION_DENIED"
+
+
 class ModelNotFound(TandemError):
     code = "model_not_found"
     http_status = 404

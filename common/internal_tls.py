@@ -4,7 +4,9 @@
     --internal-tls DIR              of router and workers: both show a certificate of that CA
 
 The directory holds `ca.pem`, `node.pem` and `node-key.pem`. Certificates name `tandem-internal`,
-not hosts, since workers come and go under any address; whoever holds one may take any part.
+not hosts, since workers come and go under any address. One that also names a part
+(`router.tandem-internal`, from `tandem certs --role router`) is good for that part only; one that
+names none may take any.
 Files are read again when they change: a server looks at each handshake, a client whenever it
 opens a stream.
 """
@@ -12,6 +14,7 @@ opens a stream.
 import os
 import ssl
 import subprocess
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -120,6 +123,23 @@ def check_pair(option: str, certificate: Path, key: Path) -> None:
         ) from None
 
 
+CALLERS = {
+    "Watch": "router",
+    "Session": "router",
+    "SelfTest": "router",
+    "Link": "decode",
+    "Handoff": "decode",
+}
+"""Who may call a worker's methods."""
+
+
+def may_call(method: str, names: Iterable[str]) -> bool:
+    """Whether the holder of a certificate with these names may call the method."""
+    suffix = f".{TLS_NAME}"
+    parts = {name.removesuffix(suffix) for name in names if name.endswith(suffix)}
+    return not parts or CALLERS.get(method) in parts
+
+
 def make_certificates(config: CertsConfig) -> None:
     """A CA and one node's certificate. An existing CA in the directory is used again."""
     out = Path(config.out)
@@ -131,7 +151,9 @@ def make_certificates(config: CertsConfig) -> None:
             out, "req", "-x509", *KEY, "-keyout", "ca-key.pem", "-out", "ca.pem", *subject, *days
         )
     request = ("-keyout", "node-key.pem", "-out", "node.csr", "-subj", f"/CN={TLS_NAME}")
-    openssl(out, "req", *KEY, *request, "-addext", f"subjectAltName=DNS:{TLS_NAME}")
+    names = [TLS_NAME] if config.role is None else [TLS_NAME, f"{config.role}.{TLS_NAME}"]
+    alternative = ",".join(f"DNS:{name}" for name in names)
+    openssl(out, "req", *KEY, *request, "-addext", f"subjectAltName={alternative}")
     signed = (
         "-CA",
         "ca.pem",

@@ -12,7 +12,7 @@ within 7 s.
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -24,6 +24,7 @@ from common.errors import (
     ConfigError,
     InternalError,
     MalformedMessage,
+    NotAllowed,
     TandemError,
     WorkerLost,
     from_code,
@@ -86,6 +87,7 @@ class Stream(Protocol):
 
 
 Handler = Callable[[Stream], Awaitable[None]]
+MayCall = Callable[[str, Sequence[str]], bool]
 
 
 class Peer(Protocol):
@@ -285,12 +287,17 @@ async def serve(
     address: str,
     handlers: Mapping[str, Handler],
     credentials: grpc.ServerCredentials | None = None,
+    may_call: MayCall | None = None,
 ) -> RpcServer:
-    """Raises ConfigError when the address cannot be had."""
+    """`may_call` decides by the names in a caller's certificate. Raises ConfigError when the
+    address cannot be had.
+    """
     server = grpc.aio.server(options=OPTIONS)
     methods = {
         name: grpc.stream_stream_rpc_method_handler(
-            _adapt(handler), request_deserializer=_decode_or_error, response_serializer=encode
+            _adapt(name, handler, may_call),
+            request_deserializer=_decode_or_error,
+            response_serializer=encode,
         )
         for name, handler in handlers.items()
     }
@@ -309,9 +316,11 @@ async def serve(
     return RpcServer(server, port)
 
 
-def _adapt(handler: Handler) -> Any:
+def _adapt(method: str, handler: Handler, may_call: MayCall | None) -> Any:
     async def serve_stream(requests: AsyncIterator[object], context: Any) -> None:
         try:
+            if may_call is not None and not may_call(method, _names_of(context)):
+                raise NotAllowed(f"the caller's certificate is not one for {method}")
             await handler(_ServerStream(requests, context))
         except TandemError as error:
             await _abort(context, error)
@@ -322,6 +331,12 @@ def _adapt(handler: Handler) -> Any:
             await _abort(context, InternalError("internal error; see the worker's log"))
 
     return serve_stream
+
+
+def _names_of(context: Any) -> list[str]:
+    """Those that the caller's certificate was made for."""
+    found = context.auth_context().get("x509_subject_alternative_name", ())
+    return [name.decode("utf-8", "replace") for name in found]
 
 
 async def _abort(context: Any, error: TandemError) -> None:

@@ -24,7 +24,7 @@ from common.engine.start import EngineDevice, Sizes, open_runner, overlaps_steps
 from common.engine.weights import model_fingerprint
 from common.errors import ConfigError, InternalError, TandemError, UnsupportedModel
 from common.events import EventLog, open_events
-from common.internal_tls import InternalTls
+from common.internal_tls import InternalTls, may_call
 from common.model_config import ModelConfig
 from common.rpc import Handler, serve
 from common.scheduling.kv_cache import KvCache
@@ -173,7 +173,12 @@ async def _serve(config: WorkerConfig, parts: Parts, assemble: Assemble, ending:
         assembly = await assemble(parts, group)
         tls = InternalTls.of(config.internal_tls)
         credentials = None if tls is None else tls.server_credentials()
-        server = await serve(config.listen, assembly.service.handlers(), credentials)
+        server = await serve(
+            config.listen,
+            assembly.service.handlers(),
+            credentials,
+            None if tls is None else may_call,
+        )
         log.info(
             "%s worker %s listens on %s", config.role, parts.identity.incarnation, config.listen
         )

@@ -2,6 +2,8 @@
 transport.
 """
 
+import logging
+
 from anyio.abc import TaskGroup
 
 from common.config import WorkerConfig
@@ -10,10 +12,13 @@ from common.rpc import connect
 from common.scheduling.plan import PageKind
 from common.worker_main import Assembly, Parts, run_worker
 from decode_worker.links import Links
+from decode_worker.peers import AllowedPeers
 from decode_worker.pull import Puller
 from decode_worker.scheduler import BatchScheduler
 from decode_worker.service import DecodeService
 from kvtransfer.landing import LandingZone
+
+log = logging.getLogger(__name__)
 
 
 def run(config: WorkerConfig) -> int:
@@ -64,7 +69,15 @@ async def _with_puller(
         PageKind.EXACT: layout.exact_page_bytes,
     }
     tls = InternalTls.of(parts.config.internal_tls)
+    allowed = AllowedPeers.of(parts.config)
+    if allowed.is_everybody and tls is None:
+        log.warning(
+            "whoever reaches %s can make this worker connect to any address: name the prefill "
+            "workers with --prefill-peers, or use --internal-tls",
+            parts.config.listen,
+        )
     links = Links(
+        allowed=allowed,
         identity=parts.identity,
         transport=transport,
         zone=zone,

@@ -20,6 +20,7 @@ from common.rpc import Connect, Peer
 from common.scheduling.plan import PageKind
 from common.worker import Identity
 from common.worker_metrics import WorkerMetrics
+from decode_worker.peers import AllowedPeers
 from kvtransfer.landing import LandingZone
 from kvtransfer.transport import PageRead, ReadEnd, Transport
 
@@ -27,6 +28,8 @@ log = logging.getLogger(__name__)
 
 LINK_TIMEOUT_S = 10.0
 SELF_TEST_PAGES = 32
+MAX_PEERS = 1024
+"""Prefill workers that there are links to; a link that was dropped counts until room is needed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,13 +73,16 @@ class Links:
         connect: Connect,
         metrics: WorkerMetrics,
         page_bytes: int,
+        allowed: AllowedPeers | None = None,
     ) -> None:
+        """`allowed` None: any address."""
         self._identity = identity
         self._transport = transport
         self._zone = zone
         self._connect = connect
         self._metrics = metrics
         self._page_bytes = page_bytes
+        self._allowed = allowed or AllowedPeers(None)
         self.on_slots_freed: Callable[[], None] = lambda: None
         self._links: dict[str, Link] = {}
         self._peers: dict[str, Peer] = {}
@@ -84,10 +90,14 @@ class Links:
 
     async def get(self, address: str, incarnation: str | None) -> Link:
         """Raises PrefillLost when it is gone or another incarnation, LayoutMismatch, PullFailed."""
-        async with self._locks.setdefault(address, anyio.Lock()):
-            link = self._links.get(address)
-            if link is None or (incarnation is not None and link.incarnation != incarnation):
-                link = await self._make(address)
+        lock = self._locks.setdefault(address, anyio.Lock())
+        try:
+            async with lock:
+                link = self._links.get(address)
+                if link is None or (incarnation is not None and link.incarnation != incarnation):
+                    link = await self._make(address)
+        finally:
+            await self._forget_unused(address, lock)
         if incarnation is not None and link.incarnation != incarnation:
             raise PrefillLost(f"the prefill worker at {address} was restarted")
         return link
@@ -98,11 +108,32 @@ class Links:
             del self._links[link.address]
             self._transport.unlink(link.incarnation)
 
+    async def _forget_unused(self, address: str, lock: anyio.Lock | None) -> None:
+        """Of an address that has no link, and that nobody is making one to, nothing is kept."""
+        state = None if lock is None else lock.statistics()
+        if address in self._links or (state and (state.locked or state.tasks_waiting)):
+            return
+        self._locks.pop(address, None)
+        peer = self._peers.pop(address, None)
+        if peer is not None:
+            with anyio.CancelScope(shield=True):
+                await peer.close()
+
+    @property
+    def num_remembered(self) -> int:
+        return len(self._peers) + len(self._locks) + len(self._links)
+
     async def close(self) -> None:
         for peer in self._peers.values():
             await peer.close()
 
     async def _make(self, address: str) -> Link:
+        await self._allowed.check(address)
+        if len(self._peers) >= MAX_PEERS and address not in self._peers:
+            for other in list(self._peers):
+                await self._forget_unused(other, self._locks.get(other))
+            if len(self._peers) >= MAX_PEERS:
+                raise PrefillLost(f"this worker has links to {MAX_PEERS} prefill workers already")
         peer = self._peers.get(address)
         if peer is None:
             peer = self._peers[address] = self._connect(address)

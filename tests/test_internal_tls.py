@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from common.config import CertsConfig
-from common.errors import ConfigError, WorkerLost
-from common.internal_tls import FILES, InternalTls, make_certificates
+from common.errors import ConfigError, NotAllowed, WorkerLost
+from common.internal_tls import FILES, InternalTls, make_certificates, may_call
 from common.messages import Watch
 from common.rpc import Connect, RpcServer, Stream, connect, serve
 
@@ -40,9 +40,9 @@ async def echo(stream: Stream) -> None:
     await stream.send(message)
 
 
-async def ask(connect_with: Connect, server: RpcServer) -> object:
+async def ask(connect_with: Connect, server: RpcServer, method: str = "Echo") -> object:
     peer = connect_with(f"127.0.0.1:{server.port}")
-    stream = peer.open("Echo")
+    stream = peer.open(method)
     try:
         async with asyncio.timeout(10):
             await stream.send(Watch(protocol=7))
@@ -156,6 +156,41 @@ def test_a_peer_whose_certificates_are_gone_is_lost_and_nothing_worse(
         await peer.close()
 
     asyncio.run(main())
+
+
+def test_t36_a_certificate_for_one_part_is_good_for_that_part_only(tmp_path: Path) -> None:
+    folders = {}
+    for role in ("router", "prefill", "decode"):
+        folders[role] = tmp_path / role
+        folders[role].mkdir()
+        for name in ("ca.pem", "ca-key.pem"):
+            if (tmp_path / "router" / name).exists() and role != "router":
+                shutil.copyfile(tmp_path / "router" / name, folders[role] / name)
+        make_certificates(CertsConfig(out=str(folders[role]), role=role))
+
+    async def main() -> None:
+        credentials = tls_of(folders["decode"]).server_credentials()
+        server = await serve(
+            "127.0.0.1:0", {"Session": echo, "Handoff": echo}, credentials, may_call
+        )
+        for role, method, is_allowed in (
+            ("router", "Session", True),
+            ("router", "Handoff", False),
+            ("decode", "Handoff", True),
+            ("decode", "Session", False),
+            ("prefill", "Session", False),
+            ("prefill", "Handoff", False),
+        ):
+            asked = ask(tls_of(folders[role]).connect, server, method)
+            if is_allowed:
+                assert await asked == Watch(protocol=7)
+            else:
+                with pytest.raises(NotAllowed, match=method):
+                    await asked
+        await server.stop(0)
+
+    asyncio.run(main())
+    assert may_call("Session", ["tandem-internal"]), "one that names no part may take any"
 
 
 def test_keys_are_private_and_the_ca_is_kept(tmp_path: Path) -> None:
