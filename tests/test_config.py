@@ -79,6 +79,8 @@ def toml_literal(command: str, name: str, model: str, port: int) -> str:
         return str(default if isinstance(default, int | float) else core(0.5) or 64)
     if get_origin(core) is Literal:
         return json.dumps(get_args(core)[0])
+    if name == "prefill_peers":  # of decode workers only, and not of colocated ones
+        return "[]"
     if get_origin(core) is tuple:
         is_codecs = option_fields(command)[name].metadata["metavar"] == "CODEC,..."
         return '["fp8_e4m3", "bf16"]' if is_codecs else '["127.0.0.1:7", "localhost:8"]'
