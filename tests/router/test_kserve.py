@@ -352,6 +352,8 @@ def test_t24_every_error_has_the_protocol_s_own_form(stack: Stack) -> None:
         ("GET", "/v2/models/other/config", 404),
         ("GET", f"/v2/models/{name}/versions/2", 404),
         ("GET", "/v2/nothing", 404),
+        ("GET", "/v2/models", 404),
+        ("POST", "/v2/models", 404),
         ("DELETE", "/v2", 405),
         ("GET", f"/v2/models/{name}/infer", 405),
         ("POST", "/v2/models/other/infer", 404),
