@@ -25,6 +25,7 @@ from common.errors import (
     PromptTooLargeForPool,
     TandemError,
 )
+from common.limits import LARGE_BODY_BYTES, MAX_OUTPUTS, MAX_SCORES
 from common.messages import GenerateRequest, WorkerState, pack_tokens
 from common.model_config import ModelConfig
 from common.types import FinishReason, PromptLogprobs, RequestId, TokenLogprobs
@@ -34,10 +35,10 @@ from router.detokenizer import TokenTexts
 from router.dispatch import Placing
 from router.fleet import Fleet
 from router.journey import Inbox, Journey
-from router.json_body import shortened
+from router.json_body import parse_json_object, shortened
 from router.keys import DEFAULT_PRIORITIES, Key, KeyRing
 from router.metrics import RouterMetrics
-from router.options import MAX_OUTPUTS, Options, Vocabulary
+from router.options import Options, Vocabulary
 from router.parts import (
     REASONING_MARKERS,
     REASONING_PARSERS,
@@ -55,8 +56,6 @@ from router.tokenizer import Tokenizer
 T = TypeVar("T")
 
 DEFAULT_COMPLETION_TOKENS = 16
-MAX_SCORES = 1024 * 1024
-"""Log-probabilities of prompt tokens in one answer."""
 MAX_THREADS = 4
 MAX_CUT_CONTEXTS = 4
 """Contexts of tokens that a prompt may have which will be cut to its end."""
@@ -245,6 +244,11 @@ class TextService:
         if key is None or not self._salts_by_key:
             return options
         return dataclasses.replace(options, cache_salt=key.salted(options.cache_salt))
+
+    async def parse(self, body: bytes) -> dict[str, Any]:
+        """A JSON object that came inside another request, a large one in a thread."""
+        parse = functools.partial(parse_json_object, body)
+        return parse() if len(body) < LARGE_BODY_BYTES else await self.in_thread(parse)
 
     async def in_thread(self, work: Callable[[], T]) -> T:
         """Beside the event loop. Few at a time, since they share the interpreter with it."""

@@ -10,7 +10,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from common.errors import InvalidRequest, UnsupportedParameter
-from common.request_checks import MAX_LIST, MAX_PRIORITY, listed_ids
+from common.limits import (
+    MAX_BAD_WORD_CHARS,
+    MAX_BAD_WORDS,
+    MAX_LISTED_IDS,
+    MAX_LOGPROBS,
+    MAX_N,
+    MAX_SALT_CHARS,
+    MAX_STOP_CHARS,
+    MAX_STOP_TOKEN_IDS,
+    MAX_STOPS,
+)
+from common.request_checks import MAX_PRIORITY, listed_ids
 from common.types import SamplingParams
 from router.fields import Fields
 from router.protocols import CHAT, COMPLETIONS, Protocol
@@ -18,15 +29,6 @@ from router.stop import StopSet
 from router.structured import Form, read_form
 from router.tools import ToolUse, read_tools
 
-MAX_N = 128
-MAX_OUTPUTS = 1024
-MAX_STOPS = 1024
-MAX_STOP_CHARS = 32_768
-MAX_STOP_TOKEN_IDS = 1024
-MAX_LOGPROBS = 20
-MAX_BAD_WORDS = 256
-MAX_BAD_WORD_CHARS = 256
-MAX_SALT_CHARS = 256
 MIN_REPETITION_PENALTY = 0.01
 _INT64 = 2**63
 
@@ -223,10 +225,11 @@ def _bad_words(fields: Fields, vocabulary: Vocabulary) -> tuple[tuple[int, ...],
 def _check_ids(sampling: SamplingParams) -> None:
     listed = listed_ids(sampling)
     total = sum(map(len, listed.values()))
-    if total > MAX_LIST:
+    if total > MAX_LISTED_IDS:
         largest = max(listed, key=lambda name: len(listed[name]))
         raise InvalidRequest(
-            f"{' and '.join(listed)} have {total} token ids; the limit is {MAX_LIST}", param=largest
+            f"{' and '.join(listed)} have {total} token ids; the limit is {MAX_LISTED_IDS}",
+            param=largest,
         )
 
 

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from common.errors import InvalidRequest, UnsupportedParameter
+from common.limits import MAX_TOOLS
 from router.closed_objects import closed, strict
 from router.fields import Fields
 from router.json_body import shortened
 from router.structured import json_grammar
 
-MAX_TOOLS = 256
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 
 

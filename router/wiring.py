@@ -14,20 +14,22 @@ from pathlib import Path
 import anyio
 import anyio.to_thread
 
+from common.addresses import listen
 from common.clock import MonotonicClock
 from common.config import RouterConfig, keys_of_environment
 from common.errors import Draining
 from common.internal_tls import check_pair, check_readable
+from common.limits import MAX_BODY_BYTES
+from common.metrics_server import MetricsServer, serve_metrics
 from common.model_config import ModelConfig
 from common.rpc import Connect, connect
-from common.worker_metrics import MetricsServer, serve_metrics
 from router.admission import Admission
 from router.discovery import Discovery
 from router.dispatch import Dispatcher
 from router.fleet import Fleet
 from router.generation import TextService
 from router.grpc_front import GrpcFront, open_grpc
-from router.http_app import HttpServer, listen, make_app, make_server
+from router.http_app import HttpServer, make_app, make_server
 from router.interleave import Interleave
 from router.keys import KeyRing, read_priorities
 from router.metrics import RouterMetrics
@@ -36,9 +38,6 @@ from router.routing import Predicting
 from router.tokenizer import Tokenizer, load_tokenizer
 
 log = logging.getLogger(__name__)
-
-MAX_BODY_BYTES = 8 * 1024 * 1024
-"""Largest request, over HTTP and gRPC: a context of a million tokens as text fits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
