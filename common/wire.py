@@ -65,7 +65,7 @@ class _Source:
         return num_items
 
     def is_nil(self) -> bool:
-        place = self._unpacker.tell()
+        place: int = self._unpacker.tell()
         return place < len(self._data) and self._data[place] == _NIL
 
     def check_end(self) -> None:
