@@ -52,6 +52,7 @@ class Exchange:
         self.sent: Collection[str] = ()
         """The names of the body's fields, once it has been read."""
         self.key: Key | None = scope.get(KEY_IN_SCOPE)
+        self.peer: str = (scope.get("client") or ("",))[0]
         bodies: Bodies = scope.get(BODIES_IN_SCOPE) or Bodies()
         self._hold = bodies.hold()
 

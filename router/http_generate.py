@@ -71,7 +71,7 @@ class GenerateEndpoint(Endpoint):
         endpoint = self.endpoint_of(Fields(body))
         service.check_model(fields.text("model"))
         ask = await endpoint.read(fields)
-        options = await service.checked(ask.options, ask.prompts, exchange.key)
+        options = await service.checked(ask.options, ask.prompts, exchange.key, exchange.peer)
         request_id = service.new_request_id()
         generation = service.start(
             request_id,

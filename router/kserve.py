@@ -176,6 +176,7 @@ async def read_infer(
     tensors: Sequence[Tensor],
     parameters: dict[str, Any],
     key: Key | None,
+    peer: str,
 ) -> InferCall:
     """Raises InvalidRequest."""
     by_name: dict[str, Tensor] = {}
@@ -211,7 +212,7 @@ async def read_infer(
     options = read_completion_options(fields, service.vocabulary)
     fields.finish()
     prompts = await service.encode_texts(text_input.values, options)
-    options = await service.checked(options, prompts, key)
+    options = await service.checked(options, prompts, key, peer)
     return InferCall(prompts=prompts, options=options)
 
 

@@ -170,7 +170,7 @@ class ModelInfer(Endpoint):
         tensors = _tensors(fields.take("inputs"), binary)
         wanted = _wanted(fields.take("outputs"))
         fields.finish()
-        call = await read_infer(self._service, tensors, parameters, exchange.key)
+        call = await read_infer(self._service, tensors, parameters, exchange.key, exchange.peer)
         if call.options.stream:
             raise InvalidRequest("ModelInfer over HTTP does not stream", param="stream")
         generation = start_infer(

@@ -16,6 +16,8 @@ from common.limits import (
     MAX_LISTED_IDS,
     MAX_LOGPROBS,
     MAX_N,
+    MAX_OUTPUTS_X_GRAMMAR_CHARS,
+    MAX_OUTPUTS_X_IDS,
     MAX_SALT_CHARS,
     MAX_STOP_CHARS,
     MAX_STOP_TOKEN_IDS,
@@ -186,12 +188,7 @@ def _form(fields: Fields, tools: ToolUse | None) -> Form | None:
     form = read_form(fields)
     if tools is None or not (tools.is_named or tools.choice == "required"):
         return form
-    callable_tools = [
-        tool
-        for tool in tools.tools
-        if not tools.is_named or tool["function"]["name"] == tools.choice
-    ]
-    return Form(name="tools", source=callable_tools, convert=lambda: tools.grammar or "")
+    return Form(name="tools", kind="json", source=tools.schema)
 
 
 def _prompt_logprobs(fields: Fields, stream: bool) -> int | None:
@@ -230,6 +227,26 @@ def _check_ids(sampling: SamplingParams) -> None:
         raise InvalidRequest(
             f"{' and '.join(listed)} have {total} token ids; the limit is {MAX_LISTED_IDS}",
             param=largest,
+        )
+
+
+def check_products(num_outputs: int, options: Options) -> None:
+    """What is counted once for each output. Raises InvalidRequest."""
+    sampling = options.sampling
+    listed = listed_ids(sampling)
+    num_ids = sum(map(len, listed.values())) * num_outputs
+    if num_ids > MAX_OUTPUTS_X_IDS:
+        raise InvalidRequest(
+            f"{num_outputs} outputs with {num_ids // num_outputs} token ids each in "
+            f"{' and '.join(listed)} are {num_ids}; the limit is {MAX_OUTPUTS_X_IDS}",
+            param=max(listed, key=lambda name: len(listed[name])),
+        )
+    num_chars = len(sampling.grammar or "") * num_outputs
+    if num_chars > MAX_OUTPUTS_X_GRAMMAR_CHARS:
+        raise InvalidRequest(
+            f"{num_outputs} outputs whose form has {num_chars // num_outputs} characters are "
+            f"{num_chars}; the limit is {MAX_OUTPUTS_X_GRAMMAR_CHARS}",
+            param=None if options.form is None else options.form.name,
         )
 
 

@@ -24,6 +24,7 @@ from common.metrics_server import MetricsServer, serve_metrics
 from common.model_config import ModelConfig
 from common.rpc import Connect, connect
 from router.admission import Admission
+from router.compiler import CompileChild, GrammarCompiler
 from router.discovery import Discovery
 from router.dispatch import Dispatcher
 from router.fleet import Fleet
@@ -74,6 +75,7 @@ class Router:
         finally:
             self.http_socket.close()
             self.metrics_server.close()
+            self.service.compiler.close()
 
     async def _drain(self) -> None:
         admission, bound_s = self.service.admission, self.config.drain_s
@@ -141,6 +143,11 @@ def open_router(
         salts_by_key=config.prefix_sharing != "all",
         tool_parser=config.tool_parser or guessed_tool_parser(tokenizer.template.source),
         reasoning_parser=config.reasoning_parser,
+        compiler=GrammarCompiler(
+            CompileChild.for_model(
+                str(directory / "tokenizer.json"), model.vocab_size, model.eos_token_ids
+            )
+        ),
     )
     discovery = Discovery(
         (*config.decode, *config.prefill),
