@@ -158,7 +158,7 @@ class _Preparing:
             self._check_list(schema, name, MAX_ALTERNATIVES)
         properties, required = schema.get("properties"), schema.get("required")
         if isinstance(properties, dict) and len(properties) > MAX_OPTIONAL_PROPERTIES:
-            needed = {n for n in required if isinstance(n, str)} if _is_list(required) else set()
+            needed = set(map(str, required)) if isinstance(required, list) else set()
             num_optional = len(properties.keys() - needed)
             if num_optional > MAX_OPTIONAL_PROPERTIES:
                 raise self._wrong(
@@ -182,10 +182,6 @@ class _Preparing:
 
     def _wrong(self, what: str) -> InvalidRequest:
         return InvalidRequest(f"the schema {what}", param=self._param)
-
-
-def _is_list(value: Any) -> bool:
-    return isinstance(value, list)
 
 
 # --- other words for the same ---------------------------------------------------------------------
