@@ -1,5 +1,7 @@
 """`host:port` texts; IPv6 hosts stand in brackets."""
 
+import socket
+
 from common.errors import ConfigError
 
 
@@ -16,3 +18,15 @@ def split_address(address: str) -> tuple[str, int]:
 
 def join_address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def listen(address: str, option: str) -> socket.socket:
+    """Raises ConfigError, naming the option, when the address cannot be had."""
+    host, port = split_address(address)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server(
+            (host, port), family=family, backlog=2048, dualstack_ipv6=host == "::"
+        )
+    except OSError as error:
+        raise ConfigError(f"{option} {address}: cannot listen: {error.strerror}") from None

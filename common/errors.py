@@ -102,6 +102,20 @@ class RequestTooLarge(TandemError):
     grpc_status = "RESOURCE_EXHAUSTED"
 
 
+class HeadersTooLarge(TandemError):
+    code = "headers_too_large"
+    http_status = 431
+    grpc_status = "RESOURCE_EXHAUSTED"
+
+
+class RequestTimeout(TandemError):
+    """The client took too long to send its request."""
+
+    code = "request_timeout"
+    http_status = 408
+    grpc_status = "DEADLINE_EXCEEDED"
+
+
 class UnsupportedMediaType(TandemError):
     code = "unsupported_media_type"
     http_status = 415

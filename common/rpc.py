@@ -29,7 +29,8 @@ from common.errors import (
     WorkerLost,
     from_code,
 )
-from common.wire import MAX_MESSAGE_BYTES, decode, encode
+from common.limits import MAX_MESSAGE_BYTES
+from common.wire import decode, encode
 
 log = logging.getLogger(__name__)
 

@@ -2,8 +2,12 @@
 
 A message is a map of field names (so fields may be added), with its class name under `"t"`. Only
 classes that `wire_message` has registered can be read. Whatever cannot be what the sender meant
-raises `MalformedMessage`. Bounds: a caller never decodes more than `MAX_MESSAGE_BYTES`; the RPC
-layer refuses larger ones before they get here.
+raises `MalformedMessage`.
+
+A message is read as it is declared, header by header: a list where a number belongs is refused at
+its header, and a field that nobody knows is skipped without being built. Bounds: bytes (the RPC
+layer refuses more before it gets here), items of all lists together, and the nesting of what is
+skipped.
 """
 
 import dataclasses
@@ -17,13 +21,59 @@ from typing import Any, TypeVar
 import msgpack
 
 from common.errors import MalformedMessage
-
-MAX_MESSAGE_BYTES = 16 * 1024 * 1024
+from common.limits import MAX_MESSAGE_BYTES, MAX_MESSAGE_ITEMS
 
 T = TypeVar("T")
-_Convert = Callable[[Any], Any]
+_NIL = 0xC0
 _registry: dict[str, type] = {}
-_readers: dict[type, Callable[[dict[str, Any]], Any]] = {}
+_readers: dict[type, "_Read"] = {}
+
+
+class _Source:
+    """The bytes of one message. `value` reads what is no list and no map; `list` and `map` read a
+    header and say how many items follow.
+    """
+
+    __slots__ = ("_data", "_left", "_unpacker", "list_header", "map_header", "skip", "value")
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+        self._left = MAX_MESSAGE_ITEMS
+        unpacker = self._unpacker = msgpack.Unpacker(
+            raw=False,
+            max_buffer_size=MAX_MESSAGE_BYTES,
+            max_array_len=0,
+            max_map_len=0,
+            max_ext_len=0,
+        )
+        unpacker.feed(data)
+        self.value: Callable[[], Any] = unpacker.unpack
+        self.skip: Callable[[], None] = unpacker.skip
+        self.list_header: Callable[[], int] = unpacker.read_array_header
+        self.map_header: Callable[[], int] = unpacker.read_map_header
+
+    def list(self) -> int:
+        return self._counted(self.list_header())
+
+    def map(self) -> int:
+        return self._counted(self.map_header())
+
+    def _counted(self, num_items: int) -> int:
+        self._left -= num_items
+        if self._left < 0:
+            raise ValueError(f"more than {MAX_MESSAGE_ITEMS} items in one message")
+        return num_items
+
+    def is_nil(self) -> bool:
+        place: int = self._unpacker.tell()
+        return place < len(self._data) and self._data[place] == _NIL
+
+    def check_end(self) -> None:
+        if self._unpacker.tell() != len(self._data):
+            raise ValueError("bytes after the message")
+
+
+_Read = Callable[[_Source], Any]
 
 
 def wire_message(cls: type[T]) -> type[T]:
@@ -35,8 +85,7 @@ def wire_message(cls: type[T]) -> type[T]:
 
 
 def encode(message: object) -> bytes:
-    fields = _plain_fields(message)
-    fields["t"] = type(message).__name__
+    fields = {"t": type(message).__name__, **_plain_fields(message)}
     packed: bytes = msgpack.packb(fields, use_bin_type=True)
     return packed
 
@@ -48,16 +97,27 @@ def decode(data: bytes) -> object:
             f"message of {len(data)} bytes is over the limit of {MAX_MESSAGE_BYTES}"
         )
     try:
-        fields = msgpack.unpackb(data, raw=False, strict_map_key=True)
-    except (ValueError, msgpack.exceptions.UnpackException, RecursionError) as error:
-        raise MalformedMessage(f"not MessagePack: {type(error).__name__}") from None
-    if not isinstance(fields, dict):
-        raise MalformedMessage("a message is a map")
-    name = fields.pop("t", None)
-    cls = _registry.get(name) if isinstance(name, str) else None
-    if cls is None:
-        raise MalformedMessage(f"unknown message {str(name)[:40]!r}")
-    return _reader(cls)(fields)
+        name = _name(_Source(data))
+        cls = _registry.get(name) if isinstance(name, str) else None
+        if cls is None:
+            raise MalformedMessage(f"unknown message {str(name)[:40]!r}")
+        source = _Source(data)
+        message = _reader(cls)(source)
+        source.check_end()
+        return message
+    except (ValueError, TypeError, msgpack.exceptions.UnpackException) as error:
+        raise MalformedMessage(
+            f"not a message: {type(error).__name__}: {str(error)[:200]}"
+        ) from None
+
+
+def _name(source: _Source) -> Any:
+    """What stands under "t"; older processes send it last."""
+    for _ in range(source.map()):
+        if source.value() == "t":
+            return source.value()
+        source.skip()
+    return None
 
 
 def _plain_fields(message: Any) -> dict[str, Any]:
@@ -74,42 +134,53 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _reader(cls: type) -> Callable[[dict[str, Any]], Any]:
+def _reader(cls: type) -> _Read:
     reader = _readers.get(cls)
     if reader is None:
         reader = _readers[cls] = _make_reader(cls)
     return reader
 
 
-def _make_reader(cls: type) -> Callable[[dict[str, Any]], Any]:
+def _make_reader(cls: type) -> _Read:
     hints = typing.get_type_hints(cls)
-    converters = {field.name: _converter(hints[field.name]) for field in dataclasses.fields(cls)}
+    readers = {field.name: _read_of(hints[field.name]) for field in dataclasses.fields(cls)}
 
-    def read(fields: dict[str, Any]) -> Any:
+    def read(source: _Source) -> Any:
+        known: dict[str, Any] = {}
+        name = None
         try:
-            known = {
-                name: convert(fields[name])
-                for name, convert in converters.items()
-                if name in fields
-            }
+            for _ in range(source.map()):
+                name = source.value()
+                if type(name) is not str:
+                    raise TypeError("a field's name is no text")
+                reader = readers.get(name)
+                if reader is None:
+                    source.skip()
+                else:
+                    known[name] = reader(source)
             return cls(**known)
         except (TypeError, ValueError, KeyError) as error:
-            raise MalformedMessage(f"{cls.__name__}: {error}") from None
+            raise MalformedMessage(f"{cls.__name__}: {name}: {str(error)[:200]}") from None
 
     return read
 
 
-def _converter(hint: Any) -> _Convert:
+def _read_of(hint: Any) -> _Read:
     origin = typing.get_origin(hint)
     arguments = typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         (inner,) = [a for a in arguments if a is not type(None)]
-        convert = _converter(inner)
-        return lambda value: None if value is None else convert(value)
+        read = _read_of(inner)
+        return lambda source: source.value() if source.is_nil() else read(source)
     if origin is tuple:
-        return _tuple_converter(arguments)
+        return _tuple_reader(arguments)
     if dataclasses.is_dataclass(hint):
-        return lambda value: _reader(hint)(_expect(dict, value))  # type: ignore[arg-type]
+        return lambda source: _reader(hint)(source)  # type: ignore[arg-type]
+    convert = _scalar(hint)
+    return lambda source: convert(source.value())
+
+
+def _scalar(hint: Any) -> Callable[[Any], Any]:
     if isinstance(hint, type) and issubclass(hint, Enum):
         return hint
     if hint is float:
@@ -119,15 +190,32 @@ def _converter(hint: Any) -> _Convert:
     raise AssertionError(f"no wire form for {hint}")
 
 
-def _tuple_converter(arguments: tuple[Any, ...]) -> _Convert:
+def _tuple_reader(arguments: tuple[Any, ...]) -> _Read:
     if len(arguments) == 2 and arguments[1] is Ellipsis:
-        convert = _converter(arguments[0])
-        return lambda value: tuple(convert(item) for item in _expect(list, value))
-    converters = [_converter(argument) for argument in arguments]
+        if arguments[0] in (int, str):
+            return _column_reader(arguments[0])
+        read_item = _read_of(arguments[0])
+        return lambda source: tuple([read_item(source) for _ in range(source.list())])
+    readers = [_read_of(argument) for argument in arguments]
 
-    def read(value: Any) -> tuple[Any, ...]:
-        items = _expect(list, value)
-        return tuple(c(item) for c, item in zip(converters, items, strict=True))
+    def read(source: _Source) -> tuple[Any, ...]:
+        if source.list() != len(readers):
+            raise ValueError(f"expected a list of {len(readers)}")
+        return tuple([read_item(source) for read_item in readers])
+
+    return read
+
+
+def _column_reader(cls: type) -> _Read:
+    """Columns are long: their types are looked at together."""
+
+    def read(source: _Source) -> tuple[Any, ...]:
+        value = source.value
+        items = tuple([value() for _ in range(source.list())])
+        for kind in set(map(type, items)):
+            if kind is not cls:
+                raise TypeError(f"expected {cls.__name__}, got {kind.__name__}")
+        return items
 
     return read
 

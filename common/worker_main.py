@@ -25,12 +25,13 @@ from common.engine.weights import model_fingerprint
 from common.errors import ConfigError, InternalError, TandemError, UnsupportedModel
 from common.events import EventLog, open_events
 from common.internal_tls import InternalTls, may_call
+from common.metrics_server import MetricsServer, serve_metrics
 from common.model_config import ModelConfig
 from common.rpc import Handler, serve
 from common.scheduling.kv_cache import KvCache
 from common.types import Role
 from common.worker import Identity, new_incarnation, until_signal
-from common.worker_metrics import MetricsServer, WorkerMetrics, serve_metrics
+from common.worker_metrics import WorkerMetrics
 
 log = logging.getLogger(__name__)
 

@@ -1,19 +1,16 @@
-"""What a worker measures. One registry per worker object, served on the worker's own port.
+"""What a worker measures. One registry per worker object, served on the worker's own port
+(common/metrics_server.py).
 
 Times are measured where they happen: TTFT and ITL here are those of this worker, the client's are
 the router's.
 """
 
-import threading
 from collections.abc import Callable, Iterable
 from dataclasses import fields
 from functools import partial
-from wsgiref.simple_server import WSGIServer
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from common.addresses import split_address
-from common.errors import ConfigError
 from common.scheduling.step_time import StepTimes
 from common.worker import Load
 
@@ -95,26 +92,3 @@ class WorkerMetrics:
 
 def _step_time(load: Callable[[], Load], name: str) -> float:
     return getattr(load().step_times, name, 0.0)
-
-
-class MetricsServer:
-    """Serves a registry at /metrics until closed; `port` is the one really taken."""
-
-    def __init__(self, server: WSGIServer, thread: threading.Thread) -> None:
-        self._server = server
-        self._thread = thread
-        self.port = server.server_port
-
-    def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
-
-
-def serve_metrics(address: str, registry: CollectorRegistry) -> MetricsServer:
-    """Raises ConfigError when the address cannot be had."""
-    host, port = split_address(address)
-    try:
-        return MetricsServer(*start_http_server(port, addr=host, registry=registry))
-    except OSError as error:
-        raise ConfigError(f"--metrics {address}: cannot listen: {error.strerror}") from error

@@ -45,5 +45,6 @@ async def _run(config: RouterConfig) -> None:
         await anyio.lowlevel.checkpoint()  # signals are heard before anybody can think we run
         tls = InternalTls.of(config.internal_tls)
         router = open_router(config, connect=connect if tls is None else tls.connect)
+        router.service.compiler.warm()
         await router.run(stop)
         group.cancel_scope.cancel()

@@ -25,19 +25,21 @@ from common.errors import (
     PromptTooLargeForPool,
     TandemError,
 )
+from common.limits import LARGE_BODY_BYTES, MAX_OUTPUTS, MAX_SCORES
 from common.messages import GenerateRequest, WorkerState, pack_tokens
 from common.model_config import ModelConfig
 from common.types import FinishReason, PromptLogprobs, RequestId, TokenLogprobs
 from router.admission import Admission, Ticket
 from router.chat_template import Message
+from router.compiler import GrammarCompiler
 from router.detokenizer import TokenTexts
 from router.dispatch import Placing
 from router.fleet import Fleet
 from router.journey import Inbox, Journey
-from router.json_body import shortened
+from router.json_body import parse_json_object, shortened
 from router.keys import DEFAULT_PRIORITIES, Key, KeyRing
 from router.metrics import RouterMetrics
-from router.options import MAX_OUTPUTS, Options, Vocabulary
+from router.options import Options, Vocabulary, check_products
 from router.parts import (
     REASONING_MARKERS,
     REASONING_PARSERS,
@@ -55,8 +57,6 @@ from router.tokenizer import Tokenizer
 T = TypeVar("T")
 
 DEFAULT_COMPLETION_TOKENS = 16
-MAX_SCORES = 1024 * 1024
-"""Log-probabilities of prompt tokens in one answer."""
 MAX_THREADS = 4
 MAX_CUT_CONTEXTS = 4
 """Contexts of tokens that a prompt may have which will be cut to its end."""
@@ -94,6 +94,7 @@ class TextService:
         keeps_tools_open: bool = False,
         tool_parser: str = "hermes",
         reasoning_parser: str | None = None,
+        compiler: GrammarCompiler,
     ) -> None:
         """`wall_time` is for show only; `draw_bits(k)` is k random bits."""
         self.model_name = model_name
@@ -109,6 +110,7 @@ class TextService:
         self.clock = clock
         self.admission = admission
         self.keys = keys
+        self.compiler = compiler
         self._active: dict[Generation, None] = {}
         self._model_limit = model.max_position_embeddings
         self._dispatcher = dispatcher
@@ -217,14 +219,21 @@ class TextService:
         return lambda: ReasoningSplitter(inner(), begins_inside=begins_inside)
 
     async def checked(
-        self, options: Options, prompts: Sequence[list[int]], key: Key | None
+        self,
+        options: Options,
+        prompts: Sequence[list[int]],
+        key: Key | None,
+        peer: str = "",
     ) -> Options:
         """The options to start with: what `key` may ask for, under its own salt. Does what takes
-        long: grammars, large prompts. Raises InvalidRequest.
+        long: grammars, large prompts. `peer` says who asks where there is no key. Raises
+        InvalidRequest or Overloaded.
         """
         options = self._allowed(options, key)
         if options.form is not None:
-            grammar = await self.in_thread(options.form.grammar)
+            grammar = await self.compiler.compile(
+                options.form.job(), peer if key is None else key.client
+            )
             sampling = dataclasses.replace(options.sampling, grammar=grammar)
             options = dataclasses.replace(options, sampling=sampling)
         for prompt in prompts:
@@ -245,6 +254,11 @@ class TextService:
         if key is None or not self._salts_by_key:
             return options
         return dataclasses.replace(options, cache_salt=key.salted(options.cache_salt))
+
+    async def parse(self, body: bytes) -> dict[str, Any]:
+        """A JSON object that came inside another request, a large one in a thread."""
+        parse = functools.partial(parse_json_object, body)
+        return parse() if len(body) < LARGE_BODY_BYTES else await self.in_thread(parse)
 
     async def in_thread(self, work: Callable[[], T]) -> T:
         """Beside the event loop. Few at a time, since they share the interpreter with it."""
@@ -272,6 +286,7 @@ class TextService:
         if len(prompts) * n > MAX_OUTPUTS:
             raise InvalidRequest(f"more than {MAX_OUTPUTS} outputs in one request", param="n")
         _check_scores(sum(map(len, prompts)) * n, options.sampling.prompt_logprobs)
+        check_products(len(prompts) * n, options)
         limits = [self._max_tokens(len(p), options, default_max_tokens) for p in prompts]
         if not self.fleet.is_ready() and not self.admission.is_draining:
             raise NotReady("; ".join(self.fleet.reasons()), retry_after_s=1.0)

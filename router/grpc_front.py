@@ -15,6 +15,7 @@ from google.protobuf.message import DecodeError
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from common.addresses import listen
 from common.config import tandem_version
 from common.errors import (
     Cancelled,
@@ -25,7 +26,7 @@ from common.errors import (
 )
 from router.fields import Fields
 from router.generation import DEFAULT_COMPLETION_TOKENS, Generation, TextService, Usage
-from router.http_app import listen
+from router.grpc_peer import grpc_peer
 from router.http_generate import chat_prompt, count_request
 from router.kserve_grpc import SERVICE as KSERVE
 from router.kserve_grpc import kserve_handler
@@ -184,7 +185,7 @@ class _Generate:
         options = read_completion_options(fields, service.vocabulary)
         prompt = await _prompt(service, request, fields, options)
         key = service.keys.check(dict(context.invocation_metadata()))
-        options = await service.checked(options, [prompt], key)
+        options = await service.checked(options, [prompt], key, grpc_peer(context))
         request_id = service.new_request_id()
         generation = service.start(
             request_id,

@@ -1,9 +1,7 @@
 """All HTTP endpoints of the router, and the server they run in."""
 
 import asyncio
-import contextlib
 import socket
-from collections.abc import Iterator
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -18,13 +16,22 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from common.addresses import join_address, split_address
 from common.config import tandem_version
-from common.errors import ConfigError, InternalError, MethodNotAllowed, NotFound, TandemError
+from common.errors import InternalError, MethodNotAllowed, NotFound, TandemError
+from common.metrics_server import QuietServer
 from router import kserve_http
+from router.bodies import Bodies
 from router.fields import Fields
 from router.fleet import Fleet, Worker
 from router.generation import TextService
 from router.http_anthropic import CountTokens, MessagesEndpoint
-from router.http_exchange import KEY_IN_SCOPE, Endpoint, Exchange, error_body, large_json
+from router.http_exchange import (
+    BODIES_IN_SCOPE,
+    KEY_IN_SCOPE,
+    Endpoint,
+    Exchange,
+    error_body,
+    large_json,
+)
 from router.http_generate import ChatEndpoint, CompletionEndpoint, Invocations, chat_prompt
 from router.http_protocol import HttpProtocol
 from router.http_responses import ResponsesEndpoint
@@ -97,10 +104,12 @@ class Direct:
         self._app = app
         self._posts = posts
         self._service = service
+        self._bodies = Bodies()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         app: ASGIApp = self._app
         if scope["type"] == "http":
+            scope[BODIES_IN_SCOPE] = self._bodies
             if scope["method"] == "POST":
                 app = self._posts.get(scope["path"], app)
             if not self._service.keys.is_open:
@@ -350,9 +359,7 @@ async def _explain(service: TextService, request: Request, error: Exception) -> 
     return Response(body, status, headers, media_type="application/json")
 
 
-class HttpServer(uvicorn.Server):
-    """Takes no signals: the process's composition root does."""
-
+class HttpServer(QuietServer):
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
         self._has_stopped = asyncio.Event()
@@ -367,10 +374,6 @@ class HttpServer(uvicorn.Server):
         """Connections close when their answers are out."""
         self.should_exit = True
         await self._has_stopped.wait()
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
 
 
 def make_server(
@@ -392,15 +395,3 @@ def make_server(
         ssl_keyfile=None if tls is None else tls[1],
     )
     return HttpServer(config)
-
-
-def listen(address: str, option: str) -> socket.socket:
-    """Raises ConfigError, naming the option, when the address cannot be had."""
-    host, port = split_address(address)
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        return socket.create_server(
-            (host, port), family=family, backlog=2048, dualstack_ipv6=host == "::"
-        )
-    except OSError as error:
-        raise ConfigError(f"{option} {address}: cannot listen: {error.strerror}") from None

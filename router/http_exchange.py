@@ -18,26 +18,24 @@ from starlette.types import Receive, Scope, Send
 from common.errors import (
     Cancelled,
     InternalError,
+    RequestTimeout,
     RequestTooLarge,
     TandemError,
     Unauthorized,
     UnsupportedMediaType,
 )
-from router.json_body import parse_json_object
+from router.bodies import Bodies, ClientGone
 from router.keys import Key
 
 log = logging.getLogger(__name__)
 
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 KEY_IN_SCOPE = "tandem.key"
+BODIES_IN_SCOPE = "tandem.bodies"
 _DEPTH = 4
 """How deep in an answer its long lists (of tokens, of scores) lie."""
 _SLICE = 128
 _TYPES = {401: "authentication_error", 429: "rate_limit_error", 499: "cancelled"}
-
-
-class ClientGone(Exception):
-    """The client closed the connection; nobody reads an answer."""
 
 
 class Exchange:
@@ -54,6 +52,9 @@ class Exchange:
         self.sent: Collection[str] = ()
         """The names of the body's fields, once it has been read."""
         self.key: Key | None = scope.get(KEY_IN_SCOPE)
+        self.peer: str = (scope.get("client") or ("",))[0]
+        bodies: Bodies = scope.get(BODIES_IN_SCOPE) or Bodies()
+        self._hold = bodies.hold()
 
     def header(self, name: str) -> str | None:
         value = self._headers.get(name)
@@ -67,7 +68,7 @@ class Exchange:
         encoding = self.header("content-encoding")
         if encoding not in (None, "", "identity"):
             raise UnsupportedMediaType(f"content-encoding {encoding} is not supported")
-        found = parse_json_object(await self.body(max_bytes))
+        found = await self.parse(await self.body(max_bytes))
         self.sent = found.keys()
         return found
 
@@ -77,23 +78,16 @@ class Exchange:
         )
 
     async def body(self, max_bytes: int) -> bytes:
-        """Raises RequestTooLarge or ClientGone."""
-        announced = self.header("content-length")
-        if announced is not None and announced.isdigit() and int(announced) > max_bytes:
-            raise RequestTooLarge(f"the body has {announced} bytes; the limit is {max_bytes}")
-        parts: list[bytes] = []
-        num_bytes = 0
-        while True:
-            message = await self._receive()
-            if message["type"] != "http.request":
-                raise ClientGone
-            part = message.get("body", b"")
-            num_bytes += len(part)
-            if num_bytes > max_bytes:
-                raise RequestTooLarge(f"the body is larger than the limit of {max_bytes} bytes")
-            parts.append(part)
-            if not message.get("more_body", False):
-                return b"".join(parts)
+        """Raises RequestTooLarge, RequestTimeout, Overloaded or ClientGone."""
+        return await self._hold.read(self._receive, self.header("content-length"), max_bytes)
+
+    async def parse(self, body: bytes) -> dict[str, Any]:
+        """A JSON object. Raises InvalidRequest."""
+        return await self._hold.parse(body)
+
+    def close(self) -> None:
+        """The request is over."""
+        self._hold.end()
 
     async def unless_gone(self, work: Callable[[], Awaitable[None]]) -> None:
         """Does `work`, and cancels it when the client goes away: then raises ClientGone."""
@@ -140,7 +134,7 @@ class Exchange:
             headers.append((b"retry-after", str(seconds).encode()))
         if isinstance(error, Unauthorized):
             headers.append((b"www-authenticate", b"Bearer"))
-        if isinstance(error, RequestTooLarge):
+        if isinstance(error, RequestTooLarge | RequestTimeout):
             headers.append((b"connection", b"close"))
         await self.reply(error.http_status, body, headers)
 
@@ -195,6 +189,8 @@ class Endpoint:
             log.exception("%s failed, request %s", self.name, exchange.request_id)
             error = InternalError("internal error; see the router's log")
             await self._explain(exchange, error)
+        finally:
+            exchange.close()
         self.ended(error)
 
     def _rename(self, error: TandemError, sent: Collection[str]) -> None:

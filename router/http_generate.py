@@ -12,6 +12,7 @@ from typing import Any
 from starlette.types import Scope
 
 from common.errors import InvalidRequest, TandemError
+from common.limits import MAX_OUTPUTS
 from router.chat_template import Message
 from router.fields import Fields
 from router.generation import DEFAULT_COMPLETION_TOKENS, Generation, TextService
@@ -19,7 +20,7 @@ from router.http_exchange import Endpoint, Exchange
 from router.http_format import Answering, ChatFormat, CompletionFormat, Format
 from router.json_body import shortened
 from router.messages import normalized_messages
-from router.options import MAX_OUTPUTS, Options, read_chat_options, read_completion_options
+from router.options import Options, read_chat_options, read_completion_options
 from router.text_output import Piece
 
 TIMEOUT_HEADER = "x-request-timeout"
@@ -70,7 +71,7 @@ class GenerateEndpoint(Endpoint):
         endpoint = self.endpoint_of(Fields(body))
         service.check_model(fields.text("model"))
         ask = await endpoint.read(fields)
-        options = await service.checked(ask.options, ask.prompts, exchange.key)
+        options = await service.checked(ask.options, ask.prompts, exchange.key, exchange.peer)
         request_id = service.new_request_id()
         generation = service.start(
             request_id,

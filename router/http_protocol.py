@@ -1,4 +1,4 @@
-"""uvicorn's HTTP protocol, with three differences.
+"""The bounded HTTP protocol (common/http_protocol.py), with three differences.
 
 A client may offer to upgrade (every stock Java client offers HTTP/2): the offer is ignored, as
 RFC 9110 allows, and the request is read as the HTTP/1.1 that it is. uvicorn's parser would stop
@@ -20,9 +20,10 @@ import asyncio
 
 import httptools
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
-from common.errors import InvalidRequest
+from common.errors import TandemError
+from common.http_protocol import BoundedProtocol
 from router.http_exchange import error_body
 
 PROBE_S = 0.4
@@ -33,10 +34,10 @@ _COMMENT = b"3\r\n:\n\n\r\n"
 _OF_AN_UPGRADE = (b"upgrade", b"http2-settings")
 
 
-class HttpProtocol(HttpToolsProtocol):
+class HttpProtocol(BoundedProtocol):
     _probe: asyncio.TimerHandle | None = None
 
-    def data_received(self, data: bytes) -> None:
+    def parse(self, data: bytes) -> None:
         self._unset_keepalive_if_required()
         try:
             self.parser.feed_data(data)
@@ -70,6 +71,7 @@ class HttpProtocol(HttpToolsProtocol):
                 head.append(b"%s: %s" % (name, value))
         self.parser = httptools.HttpRequestParser(self)
         self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
+        self.forget_head()
         self.data_received(b"\r\n".join(head) + b"\r\n\r\n" + rest)
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGIApp) -> None:  # type: ignore[override]
@@ -88,15 +90,8 @@ class HttpProtocol(HttpToolsProtocol):
         self._send_probe()
         return True
 
-    def send_400_response(self, msg: str) -> None:
-        """Bytes that are no HTTP request are answered like any other bad request."""
-        body = error_body(InvalidRequest("this is not an HTTP request"))
-        head = (
-            "HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\n"
-            f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
-        )
-        self.transport.write(head.encode() + body)
-        self.transport.close()
+    def refusal_body(self, error: TandemError) -> bytes:
+        return error_body(error)
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self._probe is not None:

@@ -1,24 +1,65 @@
-"""Bytes of a request to a JSON object, strictly: UTF-8, no duplicate keys, no NaN or Infinity.
+"""Bytes of a request to JSON, strictly and within bounds: UTF-8, no duplicate keys, no NaN or
+Infinity, not too deep and not too much of it.
 
-Everything wrong is `InvalidRequest`, whatever the bytes are.
+Everything wrong is `InvalidRequest`, whatever the bytes are. What a request holds as JSON inside a
+text is read by the same rules.
 """
 
 import json
 import math
 from typing import Any
 
-from common.errors import InvalidRequest
+import anyio
+import anyio.to_thread
 
-_MAX_INTEGER_DIGITS = 400
+from common.errors import InvalidRequest
+from common.limits import (
+    LARGE_BODY_BYTES,
+    MAX_INTEGER_DIGITS,
+    MAX_JSON_DEPTH,
+    MAX_JSON_OBJECTS,
+    MAX_JSON_VALUES,
+)
+from router.json_shape import shape_of
+
+
+class TooMuchJson(InvalidRequest):
+    """Nested too deeply, or too much of it; nothing was made of it."""
+
+
+async def read_json_object(body: bytes, threads: anyio.CapacityLimiter) -> dict[str, Any]:
+    """As `parse_json_object`, a large one in a thread."""
+    if len(body) < LARGE_BODY_BYTES:
+        return parse_json_object(body)
+    return await anyio.to_thread.run_sync(parse_json_object, body, limiter=threads)
 
 
 def parse_json_object(body: bytes) -> dict[str, Any]:
-    try:
-        text = body.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise InvalidRequest(f"the body is not UTF-8: byte {error.start} is wrong") from None
-    if not text.strip():
+    if not body.strip():
         raise InvalidRequest("the body is empty; a JSON object is expected")
+    value = parse_json(body, "the body")
+    if not isinstance(value, dict):
+        raise InvalidRequest("the body must be a JSON object")
+    return value
+
+
+def parse_json(given: bytes | str, what: str, param: str | None = None) -> Any:
+    """Raises InvalidRequest, which says that `what` is wrong."""
+    try:
+        return _parsed(given, what)
+    except InvalidRequest as error:
+        raise type(error)(error.message, param=error.param or param) from None
+
+
+def _parsed(given: bytes | str, what: str) -> Any:
+    try:
+        data = given if isinstance(given, bytes) else given.encode()
+        text = given if isinstance(given, str) else given.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise InvalidRequest(f"{what} is not UTF-8: byte {error.start} is wrong") from None
+    except UnicodeEncodeError:
+        raise InvalidRequest(f"{what} holds half of a surrogate pair") from None
+    _check_shape(data, what)
     try:
         value = json.loads(
             text,
@@ -27,17 +68,28 @@ def parse_json_object(body: bytes) -> dict[str, Any]:
             parse_float=_float,
             parse_int=_integer,
         )
-    except RecursionError:
-        raise InvalidRequest("the body is nested too deeply") from None
     except json.JSONDecodeError as error:
         raise InvalidRequest(
-            f"the body is not valid JSON: {error.msg} at line {error.lineno} column {error.colno}"
+            f"{what} is not valid JSON: {error.msg} at line {error.lineno} column {error.colno}"
         ) from None
-    if not isinstance(value, dict):
-        raise InvalidRequest("the body must be a JSON object")
-    if "\\u" in text:
+    if "\\ud" in text or "\\uD" in text:
         _check_surrogates(value)
     return value
+
+
+def _check_shape(data: bytes, what: str) -> None:
+    if len(data) < MAX_JSON_OBJECTS and data.count(b"[") + data.count(b"{") <= MAX_JSON_DEPTH:
+        return
+    shape = shape_of(data)
+    if shape.depth > MAX_JSON_DEPTH:
+        raise TooMuchJson(f"{what} is nested too deeply: the limit is {MAX_JSON_DEPTH} levels")
+    if shape.num_objects > MAX_JSON_OBJECTS:
+        raise TooMuchJson(
+            f"{what} holds more than {MAX_JSON_OBJECTS} objects, lists and texts: "
+            f"{shape.num_objects}"
+        )
+    if shape.num_values > MAX_JSON_VALUES:
+        raise TooMuchJson(f"{what} holds more than {MAX_JSON_VALUES} values: {shape.num_values}")
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -63,16 +115,26 @@ def _float(digits: str) -> float:
 
 
 def _integer(digits: str) -> int:
-    if len(digits) > _MAX_INTEGER_DIGITS:
+    if len(digits) > MAX_INTEGER_DIGITS:
         raise InvalidRequest(f"{shortened(digits)} is too large a number")
     return int(digits)
 
 
-def _check_surrogates(value: dict[str, Any]) -> None:
-    try:
-        json.dumps(value, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        raise InvalidRequest("a string holds half of a surrogate pair") from None
+def _check_surrogates(value: Any) -> None:
+    """Text by text: nothing here holds the interpreter for long."""
+    waiting = [value]
+    while waiting:
+        inner = waiting.pop()
+        if isinstance(inner, str):
+            try:
+                inner.encode()
+            except UnicodeEncodeError:
+                raise InvalidRequest("a string holds half of a surrogate pair") from None
+        elif isinstance(inner, dict):
+            waiting.extend(inner)
+            waiting.extend(inner.values())
+        elif isinstance(inner, list):
+            waiting.extend(inner)
 
 
 def is_within(value: Any, limit: int) -> bool:

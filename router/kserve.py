@@ -16,7 +16,7 @@ from typing import Any
 from common.errors import InvalidRequest, ModelNotFound
 from router.fields import Fields
 from router.generation import DEFAULT_COMPLETION_TOKENS, Generation, TextService
-from router.json_body import parse_json_object, shortened
+from router.json_body import shortened
 from router.keys import Key
 from router.options import Options, read_completion_options
 from router.text_output import Piece
@@ -36,6 +36,7 @@ VERSION = "1"
 MAX_TEXTS = 1024
 """Elements of an input."""
 _MAX_DIMENSIONS = 16
+_MAX_NUMBER_CHARS = 64
 _FORMATS = {
     "BOOL": "?",
     "INT8": "b",
@@ -175,6 +176,7 @@ async def read_infer(
     tensors: Sequence[Tensor],
     parameters: dict[str, Any],
     key: Key | None,
+    peer: str,
 ) -> InferCall:
     """Raises InvalidRequest."""
     by_name: dict[str, Tensor] = {}
@@ -201,7 +203,7 @@ async def read_infer(
                 "sampling_parameters must be of datatype BYTES", param="sampling_parameters"
             )
         elif value:
-            for name, inner in parse_json_object(value.encode()).items():
+            for name, inner in (await service.parse(value.encode())).items():
                 _add(given, name, inner)
     # the backend's own examples write numbers as texts
     values = {name: _scalar(v) if name in _SCALARS else v for name, v in given.items()}
@@ -210,7 +212,7 @@ async def read_infer(
     options = read_completion_options(fields, service.vocabulary)
     fields.finish()
     prompts = await service.encode_texts(text_input.values, options)
-    options = await service.checked(options, prompts, key)
+    options = await service.checked(options, prompts, key, peer)
     return InferCall(prompts=prompts, options=options)
 
 
@@ -336,7 +338,7 @@ def _fits(datatype: str, value: Any) -> bool:
 
 def _scalar(value: Any) -> Any:
     """Numbers and truth values that were written as texts."""
-    if isinstance(value, str):
+    if isinstance(value, str) and len(value) <= _MAX_NUMBER_CHARS:
         try:
             found = json.loads(value)
         except (ValueError, RecursionError):

@@ -19,6 +19,7 @@ from google.protobuf.message import DecodeError, Message
 
 from common.errors import Cancelled, InternalError, InvalidRequest, TandemError
 from router.generation import TextService
+from router.grpc_peer import grpc_peer
 from router.http_generate import count_request
 from router.kserve import (
     INPUTS,
@@ -165,7 +166,9 @@ class _Calls:
         check_served(service, request.model_name, request.model_version)
         wanted = wanted_outputs([output.name for output in request.outputs])
         key = service.keys.check(dict(context.invocation_metadata()))
-        call = await read_infer(service, _tensors(request), _parameters(request), key)
+        call = await read_infer(
+            service, _tensors(request), _parameters(request), key, grpc_peer(context)
+        )
         generation = start_infer(
             service,
             call,

@@ -13,7 +13,7 @@ from router.fields import Fields
 from router.generation import TextService
 from router.http_exchange import Endpoint, Exchange, to_json
 from router.http_generate import count_request, timeout_of
-from router.json_body import parse_json_object, shortened
+from router.json_body import shortened
 from router.kserve import (
     INPUTS,
     MAX_TEXTS,
@@ -159,7 +159,7 @@ class ModelInfer(Endpoint):
         data = await exchange.body(self._max_body_bytes)
         if not (length.isascii() and length.isdigit()) or int(length) > len(data):
             raise InvalidRequest(f"{HEADER_LENGTH} {shortened(length)} is not within the body")
-        return parse_json_object(data[: int(length)]), data[int(length) :]
+        return await exchange.parse(data[: int(length)]), data[int(length) :]
 
     async def _infer(
         self, exchange: Exchange, body: dict[str, Any], binary: bytes, arrived_at: float
@@ -170,7 +170,7 @@ class ModelInfer(Endpoint):
         tensors = _tensors(fields.take("inputs"), binary)
         wanted = _wanted(fields.take("outputs"))
         fields.finish()
-        call = await read_infer(self._service, tensors, parameters, exchange.key)
+        call = await read_infer(self._service, tensors, parameters, exchange.key, exchange.peer)
         if call.options.stream:
             raise InvalidRequest("ModelInfer over HTTP does not stream", param="stream")
         generation = start_infer(

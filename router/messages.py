@@ -6,16 +6,15 @@ parts itself, `developer` is another word for `system`, and the arguments of too
 objects (arguments that were cut off stay the text they are). Parts that are not text are refused.
 """
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
 from common.errors import InvalidRequest, UnsupportedParameter
+from common.limits import MAX_MESSAGES
 from router.chat_template import Message, Verbatim
-from router.json_body import shortened
+from router.json_body import TooMuchJson, parse_json, shortened
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
-MAX_MESSAGES = 4096
 _TEXT_PARTS = ("text", "input_text", "output_text")
 
 
@@ -95,11 +94,9 @@ def _tool_call(call: Any, where: str) -> dict[str, Any]:
     arguments = function.get("arguments", "{}")
     if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments or "{}")
-        except ValueError:
+            arguments = parse_json(arguments or "{}", f"{where}.function.arguments", param=where)
+        except TooMuchJson:
+            raise
+        except InvalidRequest:
             arguments = Verbatim(arguments)  # a call that was cut off, as we told it ourselves
-        except RecursionError:
-            raise InvalidRequest(
-                f"{where}.function.arguments are nested too deeply", param=where
-            ) from None
     return {**call, "function": {**function, "arguments": arguments}}

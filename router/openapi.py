@@ -6,7 +6,7 @@ be because of another cannot be said here, and is checked all the same.
 
 from typing import Any
 
-from router.options import (
+from common.limits import (
     MAX_BAD_WORD_CHARS,
     MAX_BAD_WORDS,
     MAX_LOGPROBS,
@@ -14,8 +14,8 @@ from router.options import (
     MAX_SALT_CHARS,
     MAX_STOP_TOKEN_IDS,
     MAX_STOPS,
-    MIN_REPETITION_PENALTY,
 )
+from router.options import MIN_REPETITION_PENALTY
 
 Schema = dict[str, Any]
 _INT64 = 2**63

@@ -10,7 +10,20 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from common.errors import InvalidRequest, UnsupportedParameter
-from common.request_checks import MAX_LIST, MAX_PRIORITY, listed_ids
+from common.limits import (
+    MAX_BAD_WORD_CHARS,
+    MAX_BAD_WORDS,
+    MAX_LISTED_IDS,
+    MAX_LOGPROBS,
+    MAX_N,
+    MAX_OUTPUTS_X_GRAMMAR_CHARS,
+    MAX_OUTPUTS_X_IDS,
+    MAX_SALT_CHARS,
+    MAX_STOP_CHARS,
+    MAX_STOP_TOKEN_IDS,
+    MAX_STOPS,
+)
+from common.request_checks import MAX_PRIORITY, listed_ids
 from common.types import SamplingParams
 from router.fields import Fields
 from router.protocols import CHAT, COMPLETIONS, Protocol
@@ -18,15 +31,6 @@ from router.stop import StopSet
 from router.structured import Form, read_form
 from router.tools import ToolUse, read_tools
 
-MAX_N = 128
-MAX_OUTPUTS = 1024
-MAX_STOPS = 1024
-MAX_STOP_CHARS = 32_768
-MAX_STOP_TOKEN_IDS = 1024
-MAX_LOGPROBS = 20
-MAX_BAD_WORDS = 256
-MAX_BAD_WORD_CHARS = 256
-MAX_SALT_CHARS = 256
 MIN_REPETITION_PENALTY = 0.01
 _INT64 = 2**63
 
@@ -184,12 +188,7 @@ def _form(fields: Fields, tools: ToolUse | None) -> Form | None:
     form = read_form(fields)
     if tools is None or not (tools.is_named or tools.choice == "required"):
         return form
-    callable_tools = [
-        tool
-        for tool in tools.tools
-        if not tools.is_named or tool["function"]["name"] == tools.choice
-    ]
-    return Form(name="tools", source=callable_tools, convert=lambda: tools.grammar or "")
+    return Form(name="tools", kind="json", source=tools.schema)
 
 
 def _prompt_logprobs(fields: Fields, stream: bool) -> int | None:
@@ -223,10 +222,31 @@ def _bad_words(fields: Fields, vocabulary: Vocabulary) -> tuple[tuple[int, ...],
 def _check_ids(sampling: SamplingParams) -> None:
     listed = listed_ids(sampling)
     total = sum(map(len, listed.values()))
-    if total > MAX_LIST:
+    if total > MAX_LISTED_IDS:
         largest = max(listed, key=lambda name: len(listed[name]))
         raise InvalidRequest(
-            f"{' and '.join(listed)} have {total} token ids; the limit is {MAX_LIST}", param=largest
+            f"{' and '.join(listed)} have {total} token ids; the limit is {MAX_LISTED_IDS}",
+            param=largest,
+        )
+
+
+def check_products(num_outputs: int, options: Options) -> None:
+    """What is counted once for each output. Raises InvalidRequest."""
+    sampling = options.sampling
+    listed = listed_ids(sampling)
+    num_ids = sum(map(len, listed.values())) * num_outputs
+    if num_ids > MAX_OUTPUTS_X_IDS:
+        raise InvalidRequest(
+            f"{num_outputs} outputs with {num_ids // num_outputs} token ids each in "
+            f"{' and '.join(listed)} are {num_ids}; the limit is {MAX_OUTPUTS_X_IDS}",
+            param=max(listed, key=lambda name: len(listed[name])),
+        )
+    num_chars = len(sampling.grammar or "") * num_outputs
+    if num_chars > MAX_OUTPUTS_X_GRAMMAR_CHARS:
+        raise InvalidRequest(
+            f"{num_outputs} outputs whose form has {num_chars // num_outputs} characters are "
+            f"{num_chars}; the limit is {MAX_OUTPUTS_X_GRAMMAR_CHARS}",
+            param=None if options.form is None else options.form.name,
         )
 
 

@@ -1,67 +1,42 @@
-"""What constrains an answer's form, from the fields of a request to a grammar that workers compile.
+"""What constrains an answer's form, from the fields of a request to a job for the compiler.
 
 OpenAI's `response_format` and vLLM's `guided_*` and `structured_outputs` say the same things in
 different words; one of them may be given. `read_form` takes them as they are, which is quick;
-`Form.grammar` makes llguidance's own text of them, which is not, and compiles it once without a
-tokenizer, so a wrong one is the client's error and no worker sees it.
+the compiler (router/compiler.py) makes llguidance's own text of them in a process of its own, so a
+wrong one is the client's error and no worker sees it.
 """
 
 import dataclasses
-import json
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
-from llguidance import LLMatcher, grammar_from
-
 from common.errors import InvalidRequest, UnsupportedParameter
+from common.limits import MAX_CHOICES, MAX_GRAMMAR_CHARS
 from router.closed_objects import strict
 from router.fields import Fields
-from router.json_body import is_within, shortened
+from router.grammar_job import Job
+from router.json_body import is_within, parse_json, shortened
 
-MAX_GRAMMAR_CHARS = 256 * 1024
-MAX_CHOICES = 4096
 _KINDS = ("json", "json_object", "regex", "choice", "grammar")
 _NOT_OFFERED = ("disable_any_whitespace", "disable_additional_properties", "structural_tag")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Form:
-    """What an answer must look like. `source` is what the client wrote, `convert` makes the grammar
-    of it.
-    """
+    """What an answer must look like. `source` is what the client wrote."""
 
     name: str
+    kind: str
     source: Any
-    convert: Callable[[], str]
+    whitespace: str | None = None
 
-    def grammar(self) -> str:
-        """Takes long for a large one: not for an event loop. Raises InvalidRequest with the
-        compiler's reason.
-        """
-        if not is_within(self.source, MAX_GRAMMAR_CHARS):
-            raise self._too_large("")
-        try:
-            grammar = self.convert()
-        except Exception as error:  # the converters raise plain exceptions
+    def job(self) -> Job:
+        """Raises InvalidRequest for what is too large to be looked at."""
+        if not is_within((self.source, self.whitespace), MAX_GRAMMAR_CHARS):
             raise InvalidRequest(
-                f"{self.name} is not a grammar: {str(error)[:500]}", param=self.name
-            ) from None
-        if len(grammar) > MAX_GRAMMAR_CHARS:
-            raise self._too_large(f"{len(grammar)} as a grammar, ")
-        reason = LLMatcher.validate_grammar(grammar)
-        if reason and not reason.startswith("WARNING"):
-            raise InvalidRequest(
-                f"the output's format cannot be compiled: {reason[:500]}", param=self.name
+                f"{self.name} has too many characters: the limit is {MAX_GRAMMAR_CHARS}",
+                param=self.name,
             )
-        return grammar
-
-    def _too_large(self, size: str) -> InvalidRequest:
-        return InvalidRequest(
-            f"{self.name} has too many characters: {size}the limit is {MAX_GRAMMAR_CHARS}",
-            param=self.name,
-        )
+        return Job(kind=self.kind, name=self.name, source=self.source, whitespace=self.whitespace)
 
 
 def read_form(fields: Fields) -> Form | None:
@@ -81,22 +56,8 @@ def read_form(fields: Fields) -> Form | None:
     return found[0] if found else None
 
 
-def json_grammar(schema: dict[str, Any], whitespace: str | None = None) -> str:
-    """Text that is JSON of this schema, spaced as `json.dumps` does unless `whitespace` (a regular
-    expression) is given.
-    """
-    if whitespace is None:
-        form = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-    else:
-        form = {"whitespace_pattern": whitespace}
-    grammar: str = LLMatcher.grammar_from_json_schema(schema, defaults=form)  # type: ignore[arg-type]
-    return grammar
-
-
 def _schema_form(name: str, schema: dict[str, Any], whitespace: str | None = None) -> Form:
-    return Form(
-        name=name, source=(schema, whitespace), convert=lambda: json_grammar(schema, whitespace)
-    )
+    return Form(name=name, kind="json", source=schema, whitespace=whitespace)
 
 
 def _response_format(fields: Fields) -> Form | None:
@@ -154,8 +115,7 @@ def _guided(fields: Fields, name: str, kind: str, whitespace: str | None = None)
     text = fields.text(name)
     if not text:
         return None
-    convert = partial(grammar_from, "regex" if kind == "regex" else "grammar", text)
-    return Form(name=name, source=text, convert=convert)
+    return Form(name=name, kind=kind, source=text)
 
 
 def _json(fields: Fields, name: str, whitespace: str | None) -> Form | None:
@@ -167,10 +127,7 @@ def _json(fields: Fields, name: str, whitespace: str | None) -> Form | None:
             raise fields.wrong(
                 name, f"must have at most {MAX_GRAMMAR_CHARS} characters", len(given)
             )
-        try:
-            given = json.loads(given)
-        except (ValueError, RecursionError):
-            raise fields.wrong(name, "must be a JSON schema", given) from None
+        given = parse_json(given, name, param=name)
     if not isinstance(given, dict):
         raise fields.wrong(name, "must be a JSON schema", given)
     return _schema_form(name, given, whitespace)
@@ -183,4 +140,4 @@ def _choice(fields: Fields, name: str) -> Form | None:
     is_list = isinstance(given, list) and 0 < len(given) <= MAX_CHOICES
     if not is_list or not all(isinstance(choice, str) and choice for choice in given):
         raise fields.wrong(name, f"must be a list of 1 to {MAX_CHOICES} texts", given)
-    return Form(name=name, source=given, convert=lambda: grammar_from("choice", json.dumps(given)))
+    return Form(name=name, kind="choice", source=given)

@@ -9,12 +9,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from common.errors import InvalidRequest, UnsupportedParameter
+from common.limits import MAX_TOOLS
 from router.closed_objects import closed, strict
 from router.fields import Fields
 from router.json_body import shortened
-from router.structured import json_grammar
 
-MAX_TOOLS = 256
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 
 
@@ -30,11 +29,12 @@ class ToolUse:
     """Arguments may have properties that their schema neither names nor forbids."""
 
     @property
-    def grammar(self) -> str | None:
+    def schema(self) -> dict[str, Any]:
+        """What an answer that must be a call looks like."""
         if self.is_named:
             (tool,) = [t for t in self.tools if t["function"]["name"] == self.choice]
-            return json_grammar(self._parameters(tool))
-        return json_grammar(self._list_schema()) if self.choice == "required" else None
+            return self._parameters(tool)
+        return self._list_schema()
 
     def _list_schema(self) -> dict[str, Any]:
         definitions = {}

@@ -14,20 +14,23 @@ from pathlib import Path
 import anyio
 import anyio.to_thread
 
+from common.addresses import listen
 from common.clock import MonotonicClock
 from common.config import RouterConfig, keys_of_environment
 from common.errors import Draining
 from common.internal_tls import check_pair, check_readable
+from common.limits import MAX_BODY_BYTES
+from common.metrics_server import MetricsServer, serve_metrics
 from common.model_config import ModelConfig
 from common.rpc import Connect, connect
-from common.worker_metrics import MetricsServer, serve_metrics
 from router.admission import Admission
+from router.compiler import CompileChild, GrammarCompiler
 from router.discovery import Discovery
 from router.dispatch import Dispatcher
 from router.fleet import Fleet
 from router.generation import TextService
 from router.grpc_front import GrpcFront, open_grpc
-from router.http_app import HttpServer, listen, make_app, make_server
+from router.http_app import HttpServer, make_app, make_server
 from router.interleave import Interleave
 from router.keys import KeyRing, read_priorities
 from router.metrics import RouterMetrics
@@ -36,9 +39,6 @@ from router.routing import Predicting
 from router.tokenizer import Tokenizer, load_tokenizer
 
 log = logging.getLogger(__name__)
-
-MAX_BODY_BYTES = 8 * 1024 * 1024
-"""Largest request, over HTTP and gRPC: a context of a million tokens as text fits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +75,7 @@ class Router:
         finally:
             self.http_socket.close()
             self.metrics_server.close()
+            self.service.compiler.close()
 
     async def _drain(self) -> None:
         admission, bound_s = self.service.admission, self.config.drain_s
@@ -142,6 +143,11 @@ def open_router(
         salts_by_key=config.prefix_sharing != "all",
         tool_parser=config.tool_parser or guessed_tool_parser(tokenizer.template.source),
         reasoning_parser=config.reasoning_parser,
+        compiler=GrammarCompiler(
+            CompileChild.for_model(
+                str(directory / "tokenizer.json"), model.vocab_size, model.eos_token_ids
+            )
+        ),
     )
     discovery = Discovery(
         (*config.decode, *config.prefill),

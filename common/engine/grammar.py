@@ -1,12 +1,15 @@
 """Which tokens a grammar allows next: one matcher per output that has a grammar, advanced token by
 token.
 
-A matcher is made when its output starts and fed the tokens generated so far, so a grammar survives
+A grammar is compiled in a thread of its own (`prepare`), before its request is in any step. A
+matcher is made when its output starts and fed the tokens generated so far, so a grammar survives
 hand-off, preemption and recovery without any state of its own on the wire. The masks of a step
 depend on tokens that are known before its forward pass, so they are computed beside it: `begin`
 before the pass, `Pending.masks` after it. The tokenizer is loaded with the first grammar.
 """
 
+import ctypes
+import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,10 +21,12 @@ from llguidance import LLExecutor, LLMatcher, LLTokenizer
 from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask_par
 from numpy.typing import NDArray
 
+from common.grammar_limits import new_matcher
+from common.limits import MAX_COMPILED_BYTES
 from common.types import OutputKey
 
-MAX_COMPILED = 64
-"""Grammars kept compiled, the least recently used one goes first."""
+LEAST_BYTES = 64 * 1024
+"""Of a compiled grammar, beside its text."""
 
 MAX_REASON_CHARS = 300
 MAX_THREADS = 8
@@ -60,7 +65,9 @@ class GrammarTable:
         self._tokenizer: LLTokenizer | None = None
         self._executor: LLExecutor | None = None
         self._beside = ThreadPoolExecutor(1, thread_name_prefix="grammar")
-        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
+        self._compiling = ThreadPoolExecutor(1, thread_name_prefix="compile")
+        self._compiled = CompiledCache()
+        self._lock = threading.Lock()
         self._matchers: dict[OutputKey, LLMatcher] = {}
 
     def __len__(self) -> int:
@@ -113,15 +120,73 @@ class GrammarTable:
         fill_next_token_bitmask_par(self._executor, places, bits)
         return bits
 
+    def prepare(self, grammar: str) -> Future[object]:
+        """Compiles it beside the steps. Callable from any thread."""
+        return self._compiling.submit(self._compile, grammar)
+
     def _compile(self, grammar: str) -> LLMatcher:
-        matcher = self._compiled.pop(grammar, None)
-        if matcher is None:
-            if self._tokenizer is None:
-                self._tokenizer = LLTokenizer(
-                    str(self._path), n_vocab=self._vocab_size, eos_token=self._eos_token_ids
-                )
-            matcher = LLMatcher(self._tokenizer, grammar, log_level=0)
-            while len(self._compiled) >= MAX_COMPILED:
-                self._compiled.popitem(last=False)
-        self._compiled[grammar] = matcher
+        with self._lock:
+            matcher = self._compiled.get(grammar)
+        if matcher is not None:
+            return matcher
+        if self._tokenizer is None:
+            self._tokenizer = LLTokenizer(
+                str(self._path), n_vocab=self._vocab_size, eos_token=self._eos_token_ids
+            )
+        before = allocated_bytes()
+        matcher = new_matcher(self._tokenizer, grammar)
+        num_bytes = max(allocated_bytes() - before, LEAST_BYTES + len(grammar))
+        with self._lock:
+            self._compiled.put(grammar, matcher, num_bytes)
         return matcher
+
+
+class CompiledCache:
+    """The least recently used grammar goes first; the latest one stays, whatever its size."""
+
+    def __init__(self, max_bytes: int = MAX_COMPILED_BYTES) -> None:
+        self._max_bytes = max_bytes
+        self.num_bytes = 0
+        self._kept: OrderedDict[str, tuple[LLMatcher, int]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def get(self, grammar: str) -> LLMatcher | None:
+        if grammar not in self._kept:
+            return None
+        self._kept.move_to_end(grammar)
+        return self._kept[grammar][0]
+
+    def put(self, grammar: str, matcher: LLMatcher, num_bytes: int) -> None:
+        self._forget(grammar)
+        self._kept[grammar] = matcher, num_bytes
+        self.num_bytes += num_bytes
+        while self.num_bytes > self._max_bytes and len(self._kept) > 1:
+            self._forget(next(iter(self._kept)))
+
+    def _forget(self, grammar: str) -> None:
+        _, num_bytes = self._kept.pop(grammar, (None, 0))
+        self.num_bytes -= num_bytes
+
+
+class _Mallinfo(ctypes.Structure):
+    _fields_ = tuple(
+        (name, ctypes.c_size_t)
+        for name in (
+            *("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks"),
+            *("uordblks", "fordblks", "keepcost"),
+        )
+    )
+
+
+def allocated_bytes() -> int:
+    """Of the whole process, by glibc's allocator, which the compiler uses; 0 without it. Other
+    threads may add to it meanwhile: then a grammar counts as larger than it is.
+    """
+    mallinfo = getattr(ctypes.CDLL(None), "mallinfo2", None)
+    if mallinfo is None:
+        return 0
+    mallinfo.restype = _Mallinfo
+    found = mallinfo()
+    return int(found.uordblks + found.hblkhd)

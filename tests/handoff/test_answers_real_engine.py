@@ -20,7 +20,7 @@ from common.demo_model import prepare
 from common.engine.runner import ModelRunner, load_runner
 from common.messages import Failed
 from common.types import FinishReason, PromptLogprobs, Role, SamplingParams, TokenLogprobs
-from router.structured import json_grammar
+from router.grammars import json_grammar
 from simulator.virtual_time import VirtualTimeLoop
 from tests.fakes.fleet import Client, Fleet, fleet
 

@@ -3,7 +3,6 @@ long is done in a thread.
 """
 
 import copy
-import dataclasses
 import json
 import threading
 from collections.abc import Iterator
@@ -15,10 +14,9 @@ import anyio
 import pytest
 
 from common.errors import InvalidRequest
-from router.fields import Fields
+from common.limits import MAX_GRAMMAR_CHARS
 from router.http_exchange import large_json, to_json
-from router.options import read_completion_options
-from router.structured import MAX_GRAMMAR_CHARS, Form, json_grammar
+from router.structured import Form
 from router.tokenizer import Tokenizer
 from tests.router.fake_worker import FakeWorker
 from tests.router.stack import Stack
@@ -33,10 +31,6 @@ def stack(model_dir: Path) -> Iterator[Stack]:
 # --- grammars -------------------------------------------------------------------------------------
 
 
-def never() -> str:
-    raise AssertionError("converted before its size was looked at")
-
-
 @pytest.mark.parametrize(
     "source",
     [
@@ -49,26 +43,9 @@ def never() -> str:
 )
 def test_a_large_form_is_refused_before_anything_is_made_of_it(source: Any) -> None:
     with pytest.raises(InvalidRequest) as found:
-        Form(name="guided_json", source=source, convert=never).grammar()
+        Form(name="guided_json", kind="json", source=source).job()
     assert found.value.param == "guided_json"
     assert str(MAX_GRAMMAR_CHARS) in found.value.message
-
-
-def test_forms_are_converted_off_the_loop(stack: Stack) -> None:
-    service = stack.router.service
-    threads: list[str] = []
-
-    def convert() -> str:
-        threads.append(threading.current_thread().name)
-        return json_grammar({"type": "object"})
-
-    form = Form(name="guided_json", source={}, convert=convert)
-    options = read_completion_options(Fields({}), service.vocabulary)
-    checked = stack.call(service.checked, dataclasses.replace(options, form=form), [], None)
-    assert checked.sampling.grammar == json_grammar({"type": "object"})
-    loops = stack.do(lambda: threading.current_thread().name)
-    assert threads
-    assert loops not in threads
 
 
 @pytest.mark.parametrize(

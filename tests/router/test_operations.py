@@ -16,13 +16,13 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from common.addresses import listen
 from common.config import RouterConfig
 from common.errors import ConfigError, InternalError
 from common.types import Role
 from router.discovery import Discovery
 from router.dispatch import Dispatcher
 from router.fleet import Fleet
-from router.http_app import listen
 from router.routing import LeastLoaded
 from router.wiring import open_router
 from tests.router.fake_worker import FakeWorker

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
 
+from router.grammars import json_grammar
 from router.parts import (
     CallArguments,
     CallBegun,
@@ -346,8 +347,8 @@ def test_each_tool_keeps_its_own_definitions(
     model_dir: Path, reference: str, more: dict[str, Any]
 ) -> None:
     tools = (picky("a", ["red"], reference, **more), picky("b", [1], reference, **more))
-    grammar = ToolUse(tools=tools, choice="required", is_named=False, is_parallel=True).grammar
-    assert grammar is not None
+    use = ToolUse(tools=tools, choice="required", is_named=False, is_parallel=True)
+    grammar = json_grammar(use.schema)
     for name, good, bad in (("a", '"red"', "1"), ("b", "1", '"red"')):
         text = f'[{{"name": "{name}", "parameters": {{"x": %s}}}}]'
         assert accepts(model_dir, grammar, text % good)
@@ -361,11 +362,11 @@ def test_a_tool_may_refer_to_itself(model_dir: Path) -> None:
     }
     tool = {"type": "function", "function": {"name": "tree", "parameters": schema}}
     use = ToolUse(tools=(tool,), choice="required", is_named=False, is_parallel=True)
-    assert use.grammar is not None
+    grammar = json_grammar(use.schema)
     text = '[{"name": "tree", "parameters": {"child": {"$ref": 1, "other": %s}}}]'
-    assert accepts(model_dir, use.grammar, text % "2")
-    assert not accepts(model_dir, use.grammar, text % '"2"')
-    assert not accepts(model_dir, use.grammar, '[{"name": "tree", "parameters": {"child": []}}]')
+    assert accepts(model_dir, grammar, text % "2")
+    assert not accepts(model_dir, grammar, text % '"2"')
+    assert not accepts(model_dir, grammar, '[{"name": "tree", "parameters": {"child": []}}]')
 
 
 @pytest.mark.parametrize(

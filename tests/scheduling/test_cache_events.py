@@ -3,12 +3,13 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from common.limits import MAX_MESSAGE_BYTES
 from common.messages import KvEvents
 from common.scheduling import cache_events
 from common.scheduling.block_pool import BlockPool
 from common.scheduling.cache_events import CacheFeed, CacheJournal
 from common.scheduling.kv_cache import KvCache
-from common.wire import MAX_MESSAGE_BYTES, encode
+from common.wire import encode
 
 
 def name(number: int) -> bytes:
