@@ -25,6 +25,6 @@ class Restarts:
             self._failures.popleft()
         if len(self._failures) >= MAX_RESTARTS:
             return None
-        delay_s = min(MAX_DELAY_S, FIRST_DELAY_S * 2 ** len(self._failures))
+        delay_s = min(MAX_DELAY_S, FIRST_DELAY_S * float(2 ** len(self._failures)))
         self._failures.append(now)
         return delay_s
