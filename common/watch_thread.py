@@ -16,7 +16,7 @@ from typing import Self
 from common.clock import Clock
 from common.scheduling.plan import LandingMove, LandingResult, StepPlan, StepResult
 from common.types import BlockId
-from common.watchdog import LOOK_EVERY_S, StepBounds, Watchdog
+from common.watchdog import LOOK_EVERY_S, Silence, StepBounds, Watchdog
 from common.worker import Device
 
 log = logging.getLogger(__name__)
@@ -28,8 +28,8 @@ UNFIT = 3
 class WatchThread:
     """`with WatchThread(...)` inside the loop that it watches."""
 
-    def __init__(self, watchdog: Watchdog, clock: Clock) -> None:
-        self._watchdog = watchdog
+    def __init__(self, clock: Clock) -> None:
+        self._watchdog = Watchdog(clock.now())
         self._clock = clock
         self._lock = threading.Lock()
         self._closing = threading.Event()
@@ -37,8 +37,7 @@ class WatchThread:
         self._loop: asyncio.AbstractEventLoop | None = None
         self.fault = ""
         """What is wrong now; may be read by any thread."""
-        self.on_fault: Callable[[str], None] = lambda fault: None
-        """Called in the loop, once it turns, with each fault and with "" when it has passed."""
+        self._on_fault: Callable[[str], None] = lambda fault: None
 
     def __enter__(self) -> Self:
         self._loop = asyncio.get_running_loop()
@@ -65,6 +64,13 @@ class WatchThread:
             with self._lock:
                 self._watchdog.job_ended(self._clock.now(), job)
 
+    def serves(self, on_fault: Callable[[str], None]) -> None:
+        """The start is over. `on_fault` is called in the loop, once it turns, with what is wrong
+        and with "" when that has passed.
+        """
+        self._on_fault = on_fault
+        self._watchdog.serves()
+
     def _run(self) -> None:
         while not self._closing.wait(LOOK_EVERY_S):
             with self._lock:
@@ -78,7 +84,7 @@ class WatchThread:
             if verdict.fault and not self.fault:
                 log.error("this process hangs: %s", verdict.fault)
             if bool(verdict.fault) != bool(self.fault):
-                self._call(self.on_fault, verdict.fault)
+                self._call(self._on_fault, verdict.fault)
             self.fault = verdict.fault
             if verdict.must_exit:
                 self._exit()
@@ -96,6 +102,14 @@ class WatchThread:
         log.critical("it does not recover (%s): exit code %d; all threads:", self.fault, UNFIT)
         faulthandler.dump_traceback(sys.stderr)
         os._exit(UNFIT)
+
+
+async def until_silent(silence: Silence, clock: Clock) -> None:
+    """Returns when a peer has said nothing for too long. (It looks again and again since time in
+    which nobody looks does not count.)
+    """
+    while not silence.is_too_long(clock.now()):  # noqa: ASYNC110
+        await asyncio.sleep(LOOK_EVERY_S)
 
 
 class WatchedDevice:

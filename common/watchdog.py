@@ -50,8 +50,8 @@ class Ticks:
 
 
 class Watchdog:
-    def __init__(self, now: float, *, loop_s: float = LOOP_S) -> None:
-        self._loop_s = loop_s
+    def __init__(self, now: float) -> None:
+        self._loop_s = START_BOUND_S
         self._ticks = Ticks(now)
         self._bounds: dict[int, float] = {}
         self._num_jobs = 0
@@ -80,6 +80,10 @@ class Watchdog:
 
     def answered(self) -> None:
         self._pinged_at = None
+
+    def serves(self) -> None:
+        """The start is over: from now on the loop must turn."""
+        self._loop_s = LOOP_S
 
     @property
     def waits_for_loop(self) -> bool:
