@@ -371,6 +371,17 @@ class ServeConfig:
     threads: int | None = option(
         "CPU threads per worker", default=None, metavar="N", shown="an equal share of the cores"
     )
+    worker_ports: int | None = option(
+        "first of the ports that workers listen on, two for each worker, one after another",
+        default=None,
+        metavar="PORT",
+        shown="free ones",
+    )
+    restart: Literal["no", "on-failure"] = option(
+        "start a router or worker that has failed again, at its old ports: at most 5 times within "
+        "10 minutes, after 1 to 16 s",
+        default="no",
+    )
     start_timeout_s: float = option(
         "give up when nothing is ready after this long", default=300.0, metavar="SECONDS"
     )
@@ -394,6 +405,12 @@ class ServeConfig:
         if isinstance(self.chunk_tokens, int):
             check_chunk(self.chunk_tokens, self.block_size or 16)
         check_positive("itl_target", self.itl_target)
+        num_ports = 2 * (self.prefill + self.decode + self.colocated)
+        if self.worker_ports is not None and not 1 <= self.worker_ports <= 65_536 - num_ports:
+            raise ConfigError(
+                f"--worker-ports is {self.worker_ports}; the {num_ports} ports from there on must "
+                "lie between 1 and 65535"
+            )
         check_at_least("threads", self.threads, 1)
         check_positive("start_timeout_s", self.start_timeout_s)
         check_positive("drain_s", self.drain_s)

@@ -4,8 +4,9 @@
 
 `plan_children` decides what runs; `Launch` does it. Everything that happens (a child ended, the
 router answers, a signal came) is a fact in one queue, read by one loop. Children cannot outlive the
-launcher: the kernel kills them when it dies. Nothing is restarted; a worker that ends is reported,
-and serving goes on as long as one worker is left that generates.
+launcher: the kernel kills them when it dies. A child that ends is reported, and serving goes on as
+long as one worker is left that generates. With `--restart on-failure` a child that failed is
+started again, at its old addresses, within the bounds of common/restarts.py.
 """
 
 import asyncio
@@ -27,6 +28,7 @@ from common.addresses import split_address
 from common.config import ServeConfig, available_cores, child_environment, flag, home
 from common.demo_model import prepare_calibrated
 from common.errors import ConfigError
+from common.restarts import MAX_RESTARTS, WITHIN_S, Restarts
 
 PR_SET_PDEATHSIG = 1
 READY_INTERVAL_S = 0.1
@@ -57,6 +59,11 @@ class Exited:
 
 
 @dataclass(frozen=True, slots=True)
+class RestartDue:
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
 class Ready:
     pass
 
@@ -71,7 +78,7 @@ class StopAsked:
     pass
 
 
-Fact = Exited | Ready | NeverReady | StopAsked
+Fact = Exited | RestartDue | Ready | NeverReady | StopAsked
 
 
 def serve(config: ServeConfig, config_file: Path | None, program: Sequence[str] = TANDEM) -> int:
@@ -81,7 +88,7 @@ def serve(config: ServeConfig, config_file: Path | None, program: Sequence[str] 
         check_free(name, getattr(config, name))
     model = config.model or str(prepare_calibrated(home(), output.say))
     num_workers = config.prefill + config.decode + config.colocated
-    ports = free_ports(2 * num_workers)
+    ports = worker_ports(config, 2 * num_workers)
     plans = plan_children(config, config_file, model, ports, available_cores())
     return asyncio.run(Launch(config, plans, program, output).run())
 
@@ -111,6 +118,16 @@ def plan_children(
         workers.append(ChildPlan(name=name, role=role, arguments=arguments, threads=threads))
         addresses[role].append(listen)
     return [router_plan(config, common, addresses), *workers]
+
+
+def worker_ports(config: ServeConfig, count: int) -> list[int]:
+    """Raises ConfigError when one of the ports asked for is taken."""
+    if config.worker_ports is None:
+        return free_ports(count)
+    ports = list(range(config.worker_ports, config.worker_ports + count))
+    for port in ports:
+        check_free("worker_ports", f"127.0.0.1:{port}")
+    return ports
 
 
 def flag_for_role(role: str) -> str:
@@ -155,6 +172,8 @@ class Launch:
         self.output = output
         self.children: dict[str, asyncio.subprocess.Process] = {}
         self.facts: asyncio.Queue[Fact] = asyncio.Queue()
+        self.restarts: dict[str, Restarts] = {plan.name: Restarts() for plan in plans}
+        self.is_coming_back: set[str] = set()
 
     async def run(self) -> int:
         loop = asyncio.get_running_loop()
@@ -166,7 +185,7 @@ class Launch:
                 for plan in self.plans.values():
                     await self.start(plan, group)
                 waiting = group.create_task(self.wait_ready())
-                code = await self.supervise()
+                code = await self.supervise(group)
                 waiting.cancel()
                 return await self.stop(code)
             finally:
@@ -214,7 +233,7 @@ class Launch:
             await asyncio.sleep(READY_INTERVAL_S)
         self.facts.put_nowait(NeverReady(answer))
 
-    async def supervise(self) -> int:
+    async def supervise(self, group: asyncio.TaskGroup) -> int:
         """Reads facts until it is time to stop; returns the exit code."""
         while True:
             match await self.facts.get():
@@ -228,10 +247,32 @@ class Launch:
                 case StopAsked():
                     self.output.say("stopping; once more to stop at once")
                     return 0
+                case RestartDue(name=name):
+                    self.is_coming_back.discard(name)
+                    await self.start(self.plans[name], group)
                 case Exited(name=name):
                     self.output.say(f"{name} {self.how_it_ended(name)}")
+                    self.plan_restart(name)
                     if (code := self.code_after(name)) is not None:
                         return code
+
+    def plan_restart(self, name: str) -> None:
+        """Not of what ended as it was told to, nor of what has refused its configuration."""
+        if self.config.restart == "no" or self.children[name].returncode in (0, 2):
+            return
+        loop, restarts = asyncio.get_running_loop(), self.restarts[name]
+        delay_s = restarts.after_failure(loop.time())
+        if delay_s is None:
+            self.output.say(
+                f"{name} has failed {MAX_RESTARTS + 1} times within {WITHIN_S / 60:g} minutes; "
+                "it is not started again"
+            )
+            return
+        self.output.say(
+            f"{name} starts again in {delay_s:g} s ({restarts.num_recent} of {MAX_RESTARTS})"
+        )
+        self.is_coming_back.add(name)
+        loop.call_later(delay_s, self.facts.put_nowait, RestartDue(name))
 
     def how_it_ended(self, name: str) -> str:
         code = self.children[name].returncode
@@ -241,12 +282,13 @@ class Launch:
         )
 
     def code_after(self, name: str) -> int | None:
-        """None while what is left can serve; 2 when a child refused its configuration, as it would
-        do again: then that is for whoever started this to change.
+        """None while what is left (or comes back) can serve; 2 when a child refused its
+        configuration, as it would do again: then that is for whoever started this to change.
         """
-        if self.children[name].returncode == 2:
+        if self.children[name].returncode == 2 and not self.restarts[name].num_recent:
             return 2
-        if name != "router" and any(self.plans[other].generates for other in self.alive()):
+        left = {*self.alive(), *self.is_coming_back}
+        if "router" in left and any(self.plans[other].generates for other in left):
             return None
         if name != "router" and "router" in self.alive():
             self.output.say("no worker is left that generates; stopping")

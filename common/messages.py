@@ -6,7 +6,7 @@ int32 bytes.
     router  <-Session->  decode worker   -> Hello, Submit, Route, Cancel, ChunkBudget
                                          <- Admitted, PrefillDone, TokenBatch, Failed
     decode  <-Handoff->  prefill worker  -> HandoffRequest, PagesTaken, half-close
-                                         <- PagesReady, FirstTokens
+                                         <- PagesReady, FirstTokens, Working
     decode  --Link-->    prefill worker  LinkRequest  ->  <-  LinkReply
 
 KV pages never travel here: pages are named here and moved by NIXL.
@@ -118,6 +118,8 @@ class WorkerState:
     """At a decode worker: what a hand-off adds to the time to first token, measured."""
     unhealthy: str = ""
     """Why the worker wants no requests although it answers; empty when it is well."""
+    heartbeat_s: float = 0.0
+    """Its state comes at least that often, changed or not; 0: only when it has changed."""
     protocol: int = PROTOCOL_VERSION
 
 
@@ -290,6 +292,8 @@ class HandoffRequest:
     request: GenerateRequest
     incarnation: str
     num_held_blocks: int
+    heartbeat_s: float = 0.0
+    """The receiver wants `Working` that often; 0: never."""
 
 
 @wire_message
@@ -318,6 +322,12 @@ class FirstTokens:
     logprobs: tuple[TokenLogprobs | None, ...]
     num_cached_tokens: int
     prompt_logprobs: PromptLogprobs | None = None
+
+
+@wire_message
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Working:
+    """The sender is there, and its loop turns."""
 
 
 @wire_message
@@ -358,4 +368,6 @@ class LinkReply:
     agent_name: str
     agent_metadata: bytes
     pages: tuple[tuple[int, int, int], ...]
+    heartbeat_s: float = 0.0
+    """The sender says `Working` on every hand-off that asks for it, if this is not 0."""
     protocol: int = PROTOCOL_VERSION

@@ -23,6 +23,10 @@ from common.types import BlockId, Role
 
 WATCH_INTERVAL_S = 0.05
 """Changes closer together than this are told together."""
+HEARTBEAT_S = 2.0
+"""Without changes something is said that often: gRPC's own pings show that the process is there,
+this shows that its loop turns.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,7 +175,8 @@ class WatchService:
         feed = self._feed()
         try:
             while True:
-                await change.wait()
+                with anyio.move_on_after(HEARTBEAT_S):
+                    await change.wait()
                 change.clear()
                 await stream.send(self.state())
                 for events in feed.take():
@@ -203,6 +208,7 @@ class WatchService:
             step_times=load.step_times,
             handoff_s=load.handoff_s,
             unhealthy=self.fault,
+            heartbeat_s=HEARTBEAT_S,
         )
 
 

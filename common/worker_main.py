@@ -29,14 +29,15 @@ from common.metrics_server import MetricsServer, serve_metrics
 from common.model_config import ModelConfig
 from common.rpc import Handler, serve
 from common.scheduling.kv_cache import KvCache
+from common.scheduling.step_time import StepTimes
 from common.types import Role
+from common.watch_thread import UNFIT, WatchedDevice, WatchThread
+from common.watchdog import START_BOUND_S, StepBounds
 from common.worker import Identity, new_incarnation, until_signal
 from common.worker_metrics import WorkerMetrics
 
 log = logging.getLogger(__name__)
 
-UNFIT = 3
-"""Exit code of a worker that took itself out: another start may help."""
 LEAVE_S = 1.0
 """For telling others that this worker leaves."""
 
@@ -49,6 +50,10 @@ class Service(Protocol):
     async def drained(self) -> None: ...
 
     async def leave(self) -> None: ...
+
+    def stalled(self, fault: str) -> None:
+        """The process hangs, as `fault` says; "" when it is well again."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +68,7 @@ class Parts:
     cache: KvCache
     clock: Clock
     metrics: WorkerMetrics
+    watch: WatchThread
     events: EventLog
     give_up: Callable[[str], None]
     """The worker cannot go on: it drains and ends with exit code 1. Takes the reason."""
@@ -76,6 +82,28 @@ class Parts:
 class Assembly:
     service: Service
     close: Callable[[], Awaitable[None]]
+
+
+class Steps(Protocol):
+    """What a scheduler says of its steps."""
+
+    @property
+    def step_times(self) -> StepTimes | None: ...
+
+    @property
+    def num_context_tokens(self) -> int: ...
+
+
+def watched(parts: Parts, steps: Steps) -> WatchedDevice:
+    """The device, with an eye on what it was handed and for how long."""
+    bounds = StepBounds(
+        lambda: steps.step_times,
+        lambda: steps.num_context_tokens,
+        block_size=parts.identity.block_size,
+        self_test_s=parts.sizes.self_test_s,
+        may_compile=parts.runner.pool.packed.is_cuda,
+    )
+    return WatchedDevice(parts.device, parts.watch.job, bounds)
 
 
 Assemble = Callable[[Parts, TaskGroup], Awaitable[Assembly]]
@@ -107,9 +135,16 @@ async def _run(config: WorkerConfig, assemble: Assemble) -> None:
     metrics = WorkerMetrics()
     metrics_server = serve_metrics(config.metrics, metrics.registry)
     try:
-        with DeviceThread(config.role) as thread, open_events(config.event_log) as events_file:
+        with (
+            WatchThread(MonotonicClock()) as watch,
+            DeviceThread(config.role) as thread,
+            open_events(config.event_log) as events_file,
+        ):
             ending = _Ending()
-            parts = await _open(config, thread, metrics, metrics_server, events_file, ending)
+            with watch.job(START_BOUND_S):
+                parts = await _open(
+                    config, thread, watch, metrics, metrics_server, events_file, ending
+                )
             await _serve(config, parts, assemble, ending)
     finally:
         metrics_server.close()
@@ -118,6 +153,7 @@ async def _run(config: WorkerConfig, assemble: Assemble) -> None:
 async def _open(
     config: WorkerConfig,
     thread: DeviceThread,
+    watch: WatchThread,
     metrics: WorkerMetrics,
     metrics_server: MetricsServer,
     events_file: IO[str] | None,
@@ -151,6 +187,7 @@ async def _open(
         ),
         clock=clock,
         metrics=metrics,
+        watch=watch,
         events=EventLog(clock, events_file, role=config.role, worker=incarnation),
         give_up=ending.give_up,
         unfit=ending.unfit,
@@ -183,6 +220,7 @@ async def _serve(config: WorkerConfig, parts: Parts, assemble: Assemble, ending:
         log.info(
             "%s worker %s listens on %s", config.role, parts.identity.incarnation, config.listen
         )
+        parts.watch.serves(assembly.service.stalled)
         group.start_soon(assembly.service.run)
         group.start_soon(until_signal, ending.event.set)
         await ending.event.wait()

@@ -10,7 +10,8 @@ from common.config import WorkerConfig
 from common.internal_tls import InternalTls
 from common.rpc import connect
 from common.scheduling.plan import PageKind
-from common.worker_main import Assembly, Parts, run_worker
+from common.worker import Device
+from common.worker_main import Assembly, Parts, run_worker, watched
 from decode_worker.links import Links
 from decode_worker.peers import AllowedPeers
 from decode_worker.pull import Puller
@@ -37,11 +38,12 @@ async def assemble(parts: Parts, group: TaskGroup) -> Assembly:
         max_model_len=parts.sizes.max_model_len,
         is_colocated=is_colocated,
     )
+    device = watched(parts, scheduler)
     service = DecodeService(
         identity=parts.identity,
         scheduler=scheduler,
         cache=parts.cache,
-        device=parts.device,
+        device=device,
         clock=parts.clock,
         metrics=parts.metrics,
         events=parts.events,
@@ -50,11 +52,15 @@ async def assemble(parts: Parts, group: TaskGroup) -> Assembly:
     )
     if is_colocated:
         return Assembly(service=service, close=_nothing)
-    return await _with_puller(parts, group, scheduler, service)
+    return await _with_puller(parts, group, device, scheduler, service)
 
 
 async def _with_puller(
-    parts: Parts, group: TaskGroup, scheduler: BatchScheduler, service: DecodeService
+    parts: Parts,
+    group: TaskGroup,
+    device: Device,
+    scheduler: BatchScheduler,
+    service: DecodeService,
 ) -> Assembly:
     from kvtransfer.nixl_transport import NixlTransport
 
@@ -87,7 +93,7 @@ async def _with_puller(
     )
     puller = Puller(
         scheduler=scheduler,
-        device=parts.device,
+        device=device,
         transport=transport,
         zone=zone,
         links=links,

@@ -40,6 +40,8 @@ class Link:
     peer: Peer
     round_trip_s: float
     """Of a message to the prefill worker and back, when the link came up."""
+    heartbeat_s: float = 0.0
+    """How often it says something while it computes; 0: not at all."""
 
 
 def how_to_agree(ours: str, theirs: str) -> str:
@@ -162,6 +164,7 @@ class Links:
             numeric_incarnation=reply.numeric_incarnation,
             peer=peer,
             round_trip_s=round_trip_s,
+            heartbeat_s=reply.heartbeat_s,
         )
         await self._self_test(link, reply)
         self._links[address] = link

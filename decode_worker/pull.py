@@ -18,9 +18,11 @@ from anyio.abc import TaskGroup
 from common.clock import Clock
 from common.errors import MalformedMessage, PrefillLost, TandemError, WorkerLost
 from common.events import EventLog
-from common.messages import FirstTokens, HandoffRequest, PagesReady, PagesTaken
+from common.messages import FirstTokens, HandoffRequest, PagesReady, PagesTaken, Working
 from common.rpc import Stream
 from common.scheduling.plan import PageKind
+from common.watch_thread import until_silent
+from common.watchdog import Silence
 from common.worker import Device
 from common.worker_metrics import WorkerMetrics
 from decode_worker.entries import Entry, Facts, State
@@ -61,6 +63,7 @@ class _Pull:
     link: Link
     destination: HandoffDestination
     tell: Callable[[Facts], None]
+    silence: Silence
     outbox: deque[object] = field(default_factory=deque)
     wake: asyncio.Event = field(default_factory=asyncio.Event)
     stream_ended: asyncio.Event = field(default_factory=asyncio.Event)
@@ -127,7 +130,13 @@ class Puller:
         failed.
         """
         link = await self._links.get(address, incarnation)
-        pull = _Pull(entry=entry, link=link, destination=self._destination(entry, link), tell=tell)
+        pull = _Pull(
+            entry=entry,
+            link=link,
+            destination=self._destination(entry, link),
+            tell=tell,
+            silence=Silence(link.heartbeat_s, self._clock.now()),
+        )
         self._pulls.append(pull)
         self._metrics.handoffs.set(len(self._pulls))
         stream = link.peer.open("Handoff")
@@ -163,10 +172,12 @@ class Puller:
             request=pull.entry.request,
             incarnation=pull.link.incarnation,
             num_held_blocks=pull.destination.first_block,
+            heartbeat_s=pull.link.heartbeat_s,
         )
         pull.outbox.append(request)
         async with anyio.create_task_group() as group:
             group.start_soon(self._receive, pull, stream)
+            group.start_soon(self._listen, pull)
             with pull.stall:
                 await self._send(pull, stream)
             if pull.stall.cancelled_caught:
@@ -193,6 +204,12 @@ class Puller:
                 return
         await stream.finish()
 
+    async def _listen(self, pull: _Pull) -> None:
+        """Gives the prefill worker up when it says nothing although it said it would."""
+        await until_silent(pull.silence, self._clock)
+        silent = WorkerLost(f"the prefill worker at {pull.link.address} says nothing any more")
+        self._on(pull, StreamEnded(error=silent))
+
     async def _receive(self, pull: _Pull, stream: Stream) -> None:
         while True:
             try:
@@ -201,7 +218,10 @@ class Puller:
                 self._on(pull, StreamEnded(error=error))
                 pull.stream_ended.set()
                 return
+            pull.silence.heard(self._clock.now())
             match message:
+                case Working():
+                    pass
                 case None:
                     self._on(pull, StreamEnded())
                     pull.stream_ended.set()

@@ -20,7 +20,15 @@ import anyio
 from anyio.abc import TaskGroup
 
 from common.clock import Clock
-from common.errors import Draining, MalformedMessage, NotReady, Overloaded, TandemError
+from common.errors import (
+    DecodeLost,
+    Draining,
+    MalformedMessage,
+    NotReady,
+    Overloaded,
+    TandemError,
+    WorkerLost,
+)
 from common.events import EventLog
 from common.messages import (
     PROTOCOL_VERSION,
@@ -168,6 +176,13 @@ class DecodeService:
         while self._sessions:
             self._idle.clear()
             await self._idle.wait()
+
+    def stalled(self, fault: str) -> None:
+        """The device hangs, or the loop did: whatever is here goes elsewhere, nothing new comes."""
+        self.watch.set_fault(fault)
+        if fault:
+            for session in list(self._sessions):
+                session.fail(WorkerLost(f"this decode worker hangs: {fault}"))
 
     # --- steps ---------------------------------------------------------------------------------
 
@@ -399,6 +414,8 @@ class DecodeService:
     def _add(self, session: _Session, request: GenerateRequest) -> None:
         if self.watch.is_draining:
             raise Draining("this decode worker is draining")
+        if self.watch.fault:
+            raise DecodeLost(f"this decode worker hangs: {self.watch.fault}")
         if request.request_id in self._requests:
             raise MalformedMessage(f"request {request.request_id} is here already")
         token_ids = checked_tokens(request, self._identity.vocab_size)

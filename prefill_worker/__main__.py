@@ -3,7 +3,7 @@
 from anyio.abc import TaskGroup
 
 from common.config import WorkerConfig
-from common.worker_main import Assembly, Parts, run_worker
+from common.worker_main import Assembly, Parts, run_worker, watched
 from kvtransfer.nixl_transport import NixlTransport
 from prefill_worker.scheduler import PrefillScheduler
 from prefill_worker.service import PrefillService
@@ -16,15 +16,16 @@ def run(config: WorkerConfig) -> int:
 async def assemble(parts: Parts, group: TaskGroup) -> Assembly:
     transport = NixlTransport(parts.identity.incarnation, parts.runner.pool, parts.runner.landing)
     await transport.open()
+    scheduler = PrefillScheduler(
+        parts.cache,
+        chunk_tokens=parts.config.max_chunk_tokens,
+        max_model_len=parts.sizes.max_model_len,
+    )
     service = PrefillService(
         identity=parts.identity,
-        scheduler=PrefillScheduler(
-            parts.cache,
-            chunk_tokens=parts.config.max_chunk_tokens,
-            max_model_len=parts.sizes.max_model_len,
-        ),
+        scheduler=scheduler,
         cache=parts.cache,
-        device=parts.device,
+        device=watched(parts, scheduler),
         transport=transport,
         clock=parts.clock,
         metrics=parts.metrics,

@@ -91,6 +91,11 @@ class PrefillScheduler:
         return self._chunk_tokens
 
     @property
+    def num_context_tokens(self) -> int:
+        """Of decodes, which there are none of here."""
+        return 0
+
+    @property
     def step_times(self) -> StepTimes | None:
         return self._step_fit.times
 

@@ -33,6 +33,7 @@ from common.messages import (
     LinkReply,
     LinkRequest,
     PagesTaken,
+    Working,
 )
 from common.request_checks import checked_tokens
 from common.rpc import Handler, Stream
@@ -42,7 +43,7 @@ from common.scheduling.plan import StepPlan
 from common.scheduling.prompt_queue import Prompt, shareable
 from common.self_check import SelfCheck
 from common.types import OutputKey
-from common.worker import Device, HashRoots, Identity, Load, WatchService
+from common.worker import HEARTBEAT_S, Device, HashRoots, Identity, Load, WatchService
 from common.worker_metrics import WorkerMetrics
 from kvtransfer.source import (
     AbortPrompt,
@@ -65,6 +66,9 @@ from prefill_worker.scheduler import Fact as SchedulerFact
 
 log = logging.getLogger(__name__)
 
+MIN_HEARTBEAT_S = 0.5
+"""Nobody is told more often than that."""
+
 
 @dataclass(slots=True, eq=False)
 class _Handoff:
@@ -78,6 +82,8 @@ class _Handoff:
     error: TandemError | None = None
     stall: anyio.CancelScope = field(default_factory=anyio.CancelScope)
     num_chunks: int = 0
+    heartbeat_s: float = 0.0
+    """How often the receiver wants to hear something; 0: it does not know `Working`."""
 
 
 class PrefillService:
@@ -144,12 +150,21 @@ class PrefillService:
 
     async def leave(self) -> None:
         """Whatever is still here goes elsewhere: decode workers are told that this one leaves."""
-        for handoff in list(self._handoffs.values()):
-            self._on(handoff, PromptLost(error=Draining("this prefill worker is shutting down")))
-            self._scheduler.abort(handoff.key)
+        self._give_back(Draining("this prefill worker is shutting down"))
         while self._handoffs:
             self._idle.clear()
             await self._idle.wait()
+
+    def stalled(self, fault: str) -> None:
+        """The device hangs, or the loop did: whatever is here goes elsewhere, nothing new comes."""
+        self.watch.set_fault(fault)
+        if fault:
+            self._give_back(PrefillLost(f"this prefill worker hangs: {fault}"))
+
+    def _give_back(self, error: TandemError) -> None:
+        for handoff in list(self._handoffs.values()):
+            self._on(handoff, PromptLost(error=error))
+            self._scheduler.abort(handoff.key)
 
     # --- steps ------------------------------------------------------------------------------------
 
@@ -234,6 +249,8 @@ class PrefillService:
             raise MalformedMessage("a Handoff stream starts with HandoffRequest")
         if self.watch.is_draining:
             raise Draining("this prefill worker is draining")
+        if self.watch.fault:
+            raise PrefillLost(f"this prefill worker hangs: {self.watch.fault}")
         if message.incarnation != self._identity.incarnation:
             raise PrefillLost("the prefill worker was restarted")
         handoff = self._begin(message)
@@ -276,7 +293,12 @@ class PrefillService:
         )
         now = self._clock.now()
         self._scheduler.add(prompt, chain.full, chain.open, message.num_held_blocks, now)
-        handoff = self._handoffs[key] = _Handoff(key=key, request=request, arrival=now)
+        handoff = self._handoffs[key] = _Handoff(
+            key=key,
+            request=request,
+            arrival=now,
+            heartbeat_s=max(MIN_HEARTBEAT_S, message.heartbeat_s) if message.heartbeat_s else 0.0,
+        )
         self._events.record("handoff_began", key=key, num_tokens=len(token_ids))
         self._woken()
         return handoff
@@ -285,6 +307,8 @@ class PrefillService:
         """Until the source has ended and everything is sent."""
         async with anyio.create_task_group() as group:
             group.start_soon(self._receive, handoff, stream)
+            if handoff.heartbeat_s > 0:
+                group.start_soon(self._beat, handoff)
             with handoff.stall:
                 await self._send(handoff, stream)
             group.cancel_scope.cancel()
@@ -306,6 +330,13 @@ class PrefillService:
             except TandemError:
                 self._on(handoff, StreamLost())
                 return
+
+    async def _beat(self, handoff: _Handoff) -> None:
+        """Says that this worker is there, while the prompt waits and is computed."""
+        while True:
+            handoff.outbox.append(Working())
+            handoff.wake.set()
+            await anyio.sleep(handoff.heartbeat_s)
 
     async def _receive(self, handoff: _Handoff, stream: Stream) -> None:
         while True:
@@ -362,5 +393,6 @@ class PrefillService:
                 agent_name=address.agent_name,
                 agent_metadata=address.agent_metadata,
                 pages=address.pages,
+                heartbeat_s=HEARTBEAT_S,
             )
         )

@@ -16,6 +16,7 @@ import anyio
 from anyio.abc import TaskGroup
 
 from common.addresses import join_address, split_address
+from common.clock import Clock, MonotonicClock
 from common.errors import Draining, MalformedMessage, TandemError, WorkerLost
 from common.messages import (
     PROTOCOL_VERSION,
@@ -27,6 +28,8 @@ from common.messages import (
     WorkerState,
 )
 from common.rpc import Connect, Peer, Stream
+from common.watch_thread import until_silent
+from common.watchdog import Silence
 from router.breaker import State
 from router.dispatch import Dispatcher
 from router.fleet import Fleet, Worker
@@ -74,6 +77,7 @@ class Discovery:
         interleave: Interleave | None = None,
         resolve: Resolve = resolve,
         refresh_s: float = REFRESH_S,
+        clock: Clock | None = None,
     ) -> None:
         self._entries = [(entry, *split_address(entry)) for entry in dict.fromkeys(entries)]
         self._fleet = fleet
@@ -83,6 +87,7 @@ class Discovery:
         self._interleave = interleave or Interleave()
         self._resolve = resolve
         self._refresh_s = refresh_s
+        self._clock = clock or MonotonicClock()
         self._wanted: dict[str, set[str]] = {}
         self._watched: set[str] = set()
         self._tests: dict[str, Callable[[Worker], None]] = {}
@@ -180,26 +185,45 @@ class Discovery:
     async def _follow_stream(
         self, stream: Stream, address: str, seen: Callable[[Worker], None]
     ) -> bool:
-        """True at the end of the stream; False when events of the prefix cache are missing."""
-        worker: Worker | None = None
-        num_events = 0
+        """True at the end of the stream; False when events of the prefix cache are missing. Raises
+        WorkerLost when the worker does not say what it promised to.
+        """
+        silence = Silence(0.0, self._clock.now())
+        is_whole = True
         try:
             await stream.send(Watch())
-            message = await _first_state(stream)
-            while message is not None:
-                if worker is None or not isinstance(message, KvEvents):
-                    worker = self._observe(address, message)
-                    seen(worker)
-                elif message.sequence != num_events or (
-                    num_events == 0 and not message.is_snapshot
-                ):
-                    return False
-                else:
-                    num_events += 1
-                    self._fleet.cache_changed(address, message)
-                message = await stream.receive()
+            async with anyio.create_task_group() as group:
+                group.start_soon(self._listen, silence)
+                is_whole = await self._read_states(stream, address, seen, silence)
+                group.cancel_scope.cancel()
+        except* TandemError as errors:
+            raise _only(errors) from None
         finally:
             stream.cancel()
+        return is_whole
+
+    async def _listen(self, silence: Silence) -> None:
+        await until_silent(silence, self._clock)
+        raise WorkerLost("it says nothing any more, though its connection is open")
+
+    async def _read_states(
+        self, stream: Stream, address: str, seen: Callable[[Worker], None], silence: Silence
+    ) -> bool:
+        worker: Worker | None = None
+        num_events = 0
+        message = await _first_state(stream)
+        while message is not None:
+            silence.heard(self._clock.now())
+            if worker is None or not isinstance(message, KvEvents):
+                worker = self._observe(address, message)
+                silence.heartbeat_s = worker.state.heartbeat_s
+                seen(worker)
+            elif message.sequence != num_events or (num_events == 0 and not message.is_snapshot):
+                return False
+            else:
+                num_events += 1
+                self._fleet.cache_changed(address, message)
+            message = await stream.receive()
         return True
 
     def _observe(self, address: str, message: object) -> Worker:

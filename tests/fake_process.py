@@ -33,6 +33,8 @@ def main() -> int:
         record(model, f"{role} ended")
         return int(own["exit"])
     record(model, f"{role} started pid={os.getpid()} threads={os.environ['OMP_NUM_THREADS']}")
+    sys.stdout.write(f"{role} is up\n")
+    sys.stdout.flush()
     if role == "router":
         start_router(model, behaviour.get("ready", 200))
     stopped.wait()

@@ -16,7 +16,8 @@ import pytest
 
 from common.config import ServeConfig, available_cores, command_line_parser
 from common.errors import ConfigError
-from common.launcher import ChildPlan, check_free, free_ports, in_words, plan_children
+from common.launcher import ChildPlan, check_free, free_ports, in_words, plan_children, worker_ports
+from common.restarts import Restarts
 
 ROOT = Path(__file__).resolve().parent.parent
 FAKE = ROOT / "tests" / "fake_process.py"
@@ -296,6 +297,61 @@ def test_a_router_that_never_gets_ready_ends_in_an_error(launch: Launch) -> None
     code, out, err = launch("--start-timeout-s", "1", ready=503).finish()
     assert (code, out) == (1, "")
     assert "not ready within 1 s (the router says 503); stopping" in err
+
+
+def pid_of(served: Served, role: str) -> int:
+    """Of the one started last."""
+    return [int(e.split("pid=")[1].split()[0]) for e in served.events() if f"{role} st" in e][-1]
+
+
+def test_what_fails_is_started_again_at_its_old_port(launch: Launch) -> None:
+    """T15: worker and router, each killed; the launcher goes on, nothing is left at the end."""
+    served = launch("--restart", "on-failure")
+    served.wait_ready()
+    for role, name in (("decode", "decode-0"), ("router", "router")):
+        before = pid_of(served, role)
+        arguments = Path(f"/proc/{before}/cmdline").read_bytes()
+        os.kill(before, signal.SIGKILL)
+        served.wait_line(f"{name} was ended by SIGKILL")
+        served.wait_line(f"{name} starts again in 1 s (1 of 5)")
+        served.wait_line(f"{role} is up")
+        after = pid_of(served, role)
+        assert after != before
+        assert Path(f"/proc/{after}/cmdline").read_bytes() == arguments
+    served.process.send_signal(signal.SIGINT)
+    assert served.finish()[0] == 0
+    assert all(gone(pid) for pid in served.pids())
+
+
+def test_a_worker_that_was_told_to_stop_is_not_started_again(launch: Launch) -> None:
+    served = launch("--restart", "on-failure", "--decode", "2")
+    served.wait_ready()
+    os.kill(pid_of(served, "decode"), signal.SIGTERM)
+    served.wait_line("exited with code 0")
+    served.process.send_signal(signal.SIGINT)
+    code, _, err = served.finish()
+    assert code == 0
+    assert "starts again" not in err
+
+
+def test_restarts_are_bounded_and_slower_each_time() -> None:
+    restarts = Restarts()
+    assert [restarts.after_failure(10.0 * n) for n in range(7)] == [1, 2, 4, 8, 16, None, None]
+    assert restarts.after_failure(600.0) == 16, "the first of five is ten minutes ago"
+    assert restarts.after_failure(5000.0) == 1
+
+
+def test_workers_listen_where_they_are_told_to(taken: str) -> None:
+    config = ServeConfig(worker_ports=7100, prefill=1, decode=2)
+    ports = list(range(7100, 7106))
+    _, prefill, first, second = plan_children(config, None, "/m", ports, cores=1)
+    assert flags(prefill)["--listen"] == "127.0.0.1:7100"
+    assert flags(first)["--metrics"] == "127.0.0.1:7103"
+    assert flags(second)["--listen"] == "127.0.0.1:7104"
+    with pytest.raises(ConfigError, match="--worker-ports"):
+        worker_ports(ServeConfig(worker_ports=int(taken.rpartition(":")[2])), 1)
+    with pytest.raises(ConfigError, match="--worker-ports is 65533"):
+        ServeConfig(worker_ports=65533)
 
 
 def test_version_is_that_of_the_distribution(capsys: pytest.CaptureFixture[str]) -> None:

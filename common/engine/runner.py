@@ -76,7 +76,7 @@ class Runner(Protocol):
 
     def land(self, moves: Sequence[LandingMove]) -> LandingResult: ...
 
-    def self_test(self) -> None: ...
+    def self_test(self) -> float: ...
 
     def self_test_on(self, block_ids: tuple[BlockId, ...], tail: BlockId) -> None: ...
 
@@ -219,11 +219,11 @@ class ModelRunner:
                         refusals[index] = refusal
         return LandingResult(refusals=tuple(refusals))
 
-    def self_test(self) -> None:
-        """Raise unless rows come out the same whatever stands beside them; to the bit where the
-        backend promises that.
+    def self_test(self) -> float:
+        """Raise unless rows come out the same whatever stands beside them (to the bit where the
+        backend promises that) and all layers give finite numbers. Seconds of the latter.
         """
-        check_at_start(self.config, self._backend, self.pool)
+        return check_at_start(self.config, self._backend, self.pool)
 
     def self_test_on(self, block_ids: tuple[BlockId, ...], tail: BlockId) -> None:
         """Between steps, in pages that are held for it: raise unless all layers give finite

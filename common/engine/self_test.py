@@ -11,6 +11,7 @@ finite, and the same again as decodes where bits are promised. That needs a few 
 no quiet device.
 """
 
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -40,8 +41,10 @@ GPU_MARGIN = 0.1
 """Of the largest logit of a row."""
 
 
-def check_at_start(config: ModelConfig, backend: Backend, pool: PageArena) -> None:
-    """Raises InternalError, or ConfigError when the pool is too small."""
+def check_at_start(config: ModelConfig, backend: Backend, pool: PageArena) -> float:
+    """Raises InternalError, or ConfigError when the pool is too small. Returns how many seconds a
+    short prompt through all layers took.
+    """
     size = pool.layout.block_size
     longest = min(LONG, config.max_position_embeddings - 1)
     room = min((1 + len(pool.packed)) * size, longest)
@@ -51,7 +54,9 @@ def check_at_start(config: ModelConfig, backend: Backend, pool: PageArena) -> No
     test = _SelfTest(config, backend, pool, table, TAIL, room)
     try:
         test.compare_rows()
+        began = time.perf_counter()
         test.check_all_layers()
+        return time.perf_counter() - began
     finally:
         pool.packed[:] = 0
         pool.exact[:] = 0

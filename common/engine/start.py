@@ -50,6 +50,8 @@ class Sizes:
     num_landing_packed: int
     num_landing_exact: int
     max_model_len: int
+    self_test_s: float
+    """What a short prompt through all layers took."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,13 +165,14 @@ def open_runner(
         max_num_decodes=0 if config.role == "prefill" else config.max_num_seqs,
         max_model_len=plan.max_model_len,
     )
-    runner.self_test()
+    self_test_s = runner.self_test()
     return runner, Sizes(
         num_blocks=len(runner.pool.packed),
         num_exact=len(runner.pool.exact),
         num_landing_packed=plan.landing.num_packed,
         num_landing_exact=plan.landing.num_exact,
         max_model_len=plan.max_model_len,
+        self_test_s=self_test_s,
     )
 
 

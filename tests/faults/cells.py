@@ -153,6 +153,7 @@ class Router:
             connect=workers.network.connect_from(name),
             router_id=name,
             resolve=_as_named,
+            clock=LoopClock(),
         )
         self.scope = anyio.CancelScope()
 

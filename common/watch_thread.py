@@ -1,0 +1,140 @@
+"""The watchdog's thread, and the device as it sees it. The thread asks the loop to answer, looks
+every half second, tells the loop what it finds, and ends the process when that does not pass.
+"""
+
+import asyncio
+import contextlib
+import faulthandler
+import logging
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from types import TracebackType
+from typing import Self
+
+from common.clock import Clock
+from common.scheduling.plan import LandingMove, LandingResult, StepPlan, StepResult
+from common.types import BlockId
+from common.watchdog import LOOK_EVERY_S, Silence, StepBounds, Watchdog
+from common.worker import Device
+
+log = logging.getLogger(__name__)
+
+UNFIT = 3
+"""Exit code of a process that took itself out: another start may help."""
+
+
+class WatchThread:
+    """`with WatchThread(...)` inside the loop that it watches."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._watchdog = Watchdog(clock.now())
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self.fault = ""
+        """What is wrong now; may be read by any thread."""
+        self._on_fault: Callable[[str], None] = lambda fault: None
+
+    def __enter__(self) -> Self:
+        self._loop = asyncio.get_running_loop()
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._closing.set()
+        self._thread.join()
+
+    @contextlib.contextmanager
+    def job(self, bound_s: float) -> Iterator[None]:
+        """Something that the device does: it moves at least once within the bound."""
+        with self._lock:
+            job = self._watchdog.job_began(self._clock.now(), bound_s)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._watchdog.job_ended(self._clock.now(), job)
+
+    def serves(self, on_fault: Callable[[str], None]) -> None:
+        """The start is over. `on_fault` is called in the loop, once it turns, with what is wrong
+        and with "" when that has passed.
+        """
+        self._on_fault = on_fault
+        self._watchdog.serves()
+
+    def _run(self) -> None:
+        while not self._closing.wait(LOOK_EVERY_S):
+            with self._lock:
+                now = self._clock.now()
+                verdict = self._watchdog.look(now)
+                must_ping = not self._watchdog.waits_for_loop
+                if must_ping:
+                    self._watchdog.pinged(now)
+            if must_ping:
+                self._call(self._answered)
+            if verdict.fault and not self.fault:
+                log.error("this process hangs: %s", verdict.fault)
+            if bool(verdict.fault) != bool(self.fault):
+                self._call(self._on_fault, verdict.fault)
+            self.fault = verdict.fault
+            if verdict.must_exit:
+                self._exit()
+
+    def _call(self, function: Callable[..., None], *arguments: object) -> None:
+        assert self._loop is not None
+        with contextlib.suppress(RuntimeError):  # the loop is closed already
+            self._loop.call_soon_threadsafe(function, *arguments)
+
+    def _answered(self) -> None:
+        with self._lock:
+            self._watchdog.answered()
+
+    def _exit(self) -> None:
+        log.critical("it does not recover (%s): exit code %d; all threads:", self.fault, UNFIT)
+        faulthandler.dump_traceback(sys.stderr)
+        os._exit(UNFIT)
+
+
+async def until_silent(silence: Silence, clock: Clock) -> None:
+    """Returns when a peer has said nothing for too long. (It looks again and again since time in
+    which nobody looks does not count.)
+    """
+    while not silence.is_too_long(clock.now()):  # noqa: ASYNC110
+        await asyncio.sleep(LOOK_EVERY_S)
+
+
+class WatchedDevice:
+    """A worker's device; what it is handed is reported to the watchdog."""
+
+    def __init__(
+        self,
+        device: Device,
+        job: Callable[[float], contextlib.AbstractContextManager[None]],
+        bounds: StepBounds,
+    ) -> None:
+        self._device = device
+        self._job = job
+        self._bounds = bounds
+
+    async def execute(
+        self, plan: StepPlan, on_stored: Callable[[], None] | None = None
+    ) -> StepResult:
+        with self._job(self._bounds.of(plan)):
+            return await self._device.execute(plan, on_stored)
+
+    async def land(self, moves: Sequence[LandingMove]) -> LandingResult:
+        with self._job(self._bounds.of_test()):
+            return await self._device.land(moves)
+
+    async def self_test(self, block_ids: tuple[BlockId, ...], tail: BlockId) -> None:
+        with self._job(self._bounds.of_test()):
+            await self._device.self_test(block_ids, tail)
