@@ -7,7 +7,7 @@ import os
 import secrets
 import signal
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import anyio
@@ -23,6 +23,8 @@ from common.types import BlockId, Role
 
 WATCH_INTERVAL_S = 0.05
 """Changes closer together than this are told together."""
+WATCH_PATIENCE_S = 0.025
+"""How long a change that can wait does so."""
 HEARTBEAT_S = 2.0
 """Without changes something is said that often: gRPC's own pings show that the process is there,
 this shows that its loop turns.
@@ -131,6 +133,27 @@ class Load:
     handoff_s: float = 0.0
 
 
+@dataclass(slots=True, eq=False)
+class _Watcher:
+    """One Watch stream's view of what has changed."""
+
+    any: asyncio.Event = field(default_factory=asyncio.Event)
+    now: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def wait(self) -> None:
+        """Until there is something to tell, a heartbeat at least."""
+        with anyio.move_on_after(HEARTBEAT_S):
+            await self._either()
+        self.any.clear()
+        self.now.clear()
+
+    async def _either(self) -> None:
+        if not self.now.is_set():
+            await self.any.wait()
+            with anyio.move_on_after(WATCH_PATIENCE_S):
+                await self.now.wait()
+
+
 class WatchService:
     """Tells routers who this worker is, its load whenever that changes, and what comes into its
     prefix cache and goes out of it.
@@ -143,7 +166,7 @@ class WatchService:
         self._identity = identity
         self._load = load
         self._feed = feed
-        self._changes: set[asyncio.Event] = set()
+        self._watchers: set[_Watcher] = set()
         self.is_draining = False
         self.fault = ""
         """Why this worker wants no requests, though it answers."""
@@ -152,9 +175,15 @@ class WatchService:
         self.fault = fault
         self.changed()
 
-    def changed(self) -> None:
-        for event in self._changes:
-            event.set()
+    def changed(self, *, can_wait: bool = False) -> None:
+        """Tells it at once or, what `can_wait`, together with a change that follows soon: what a
+        step brings (pages that the next turn of a chat will ask for) must not stand behind news of
+        the request that began before it.
+        """
+        for watcher in self._watchers:
+            watcher.any.set()
+            if not can_wait:
+                watcher.now.set()
 
     def drain(self) -> None:
         self.is_draining = True
@@ -169,21 +198,19 @@ class WatchService:
             raise MalformedMessage(
                 f"protocol {message.protocol}, this worker speaks {PROTOCOL_VERSION}"
             )
-        change = asyncio.Event()
-        change.set()
-        self._changes.add(change)
+        watcher = _Watcher()
+        watcher.now.set()
+        self._watchers.add(watcher)
         feed = self._feed()
         try:
             while True:
-                with anyio.move_on_after(HEARTBEAT_S):
-                    await change.wait()
-                change.clear()
+                await watcher.wait()
                 await stream.send(self.state())
                 for events in feed.take():
                     await stream.send(events)
                 await anyio.sleep(WATCH_INTERVAL_S)
         finally:
-            self._changes.discard(change)
+            self._watchers.discard(watcher)
 
     def state(self) -> WorkerState:
         identity, load = self._identity, self._load()

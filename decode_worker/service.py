@@ -202,7 +202,7 @@ class DecodeService:
                 plan, facts = self._scheduler.plan(self._clock.now())
                 self._tell(facts)
                 if plan is not None:
-                    self.watch.changed()
+                    self.watch.changed(can_wait=True)
                     under_way.append((plan, asyncio.ensure_future(self._device.execute(plan))))
                     if len(under_way) < self._max_steps:
                         continue
@@ -225,13 +225,13 @@ class DecodeService:
     def wake(self) -> None:
         """Something changed that the step loop should look at, and routers should know."""
         self._wake.set()
-        self.watch.changed()
+        self.watch.changed(can_wait=True)
 
     def _admit(self) -> None:
         now = self._clock.now()
         admissions = self._scheduler.admit(now)
         if admissions:
-            self.watch.changed()
+            self.watch.changed(can_wait=True)
         for admission in admissions:
             request = self._requests[admission.request_id]
             request.was_admitted = True

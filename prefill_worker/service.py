@@ -182,7 +182,7 @@ class PrefillService:
                 self._wake.clear()
                 await self._wake.wait()
                 continue
-            self.watch.changed()
+            self.watch.changed(can_wait=True)
             for chunk in plan.chunks:
                 self._events.record(
                     "chunk_started", key=chunk.key, start=chunk.start, step=plan.step
@@ -202,7 +202,7 @@ class PrefillService:
     def _woken(self) -> None:
         """Something changed that the step loop should look at, and routers should know."""
         self._wake.set()
-        self.watch.changed()
+        self.watch.changed(can_wait=True)
 
     def _changed(self) -> None:
         self._metrics.handoffs.set(len(self._handoffs))
