@@ -15,11 +15,24 @@ setup-test: setup
 	@$(PYTHON) setup/install.py --test $(SETUP_ARGS)
 
 # Official clients for tests/clients, in an environment of their own: their pins are not ours.
-setup-clients: .venv-clients/complete
+setup-clients: .venv-clients/complete .venv-gateway/complete .venv-guidellm/complete
+	@command -v javac >/dev/null || { echo "setup: the Java client needs a JDK; on Debian: apt-get install openjdk-17-jdk-headless" >&2; exit 2; }
 
 .venv-clients/complete: locks/clients.txt
 	@$(PYTHON) -m venv --clear .venv-clients
 	@.venv-clients/bin/pip install --quiet --no-input --require-hashes -r locks/clients.txt
+	@touch $@
+
+.venv-gateway/complete: locks/gateway.txt
+	@$(PYTHON) -m venv --clear .venv-gateway
+	@.venv-gateway/bin/pip install --quiet --no-input --require-hashes -r locks/gateway.txt
+	@touch $@
+
+# Its torch only holds data here: the pin of our own, which is a CPU build where one is at hand.
+.venv-guidellm/complete: locks/guidellm.txt locks/torch.txt
+	@$(PYTHON) -m venv --clear .venv-guidellm
+	@.venv-guidellm/bin/pip install --quiet --no-input --require-hashes --no-deps -r locks/guidellm.txt
+	@.venv-guidellm/bin/pip install --quiet --no-input --no-deps $$(grep '^torch==' locks/torch.txt)
 	@touch $@
 
 .venv-fuzz/complete: locks/fuzz.txt
@@ -71,5 +84,5 @@ lock:
 	setup/lock.sh
 
 clean:
-	rm -rf .venv .venv-clients .venv-fuzz .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
+	rm -rf .venv .venv-clients .venv-fuzz .venv-gateway .venv-guidellm .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -16,4 +16,9 @@ compile -o test.txt router.in worker.in torch-needs.in test.in
 compile -o worker.txt -c test.txt router.in worker.in torch-needs.in
 compile -o router.txt -c test.txt router.in
 compile -o clients.txt clients.in
+compile -o gateway.txt gateway.in
+compile -o guidellm.txt guidellm.in
+# torch comes without CUDA (setup/install.py), so what the CUDA build asks for goes
+awk '/^[A-Za-z0-9]/ { kept = $0 !~ /^(torch|triton|nvidia-|cuda-)/ } kept' guidellm.txt > guidellm.lock
+mv guidellm.lock guidellm.txt
 compile -o fuzz.txt -c test.txt fuzz.in

@@ -1,9 +1,10 @@
 """Official clients against a live server: a prefill and a decode worker with the demo model.
 
-The clients have an environment of their own, `.venv-clients` (`make setup-clients`): their pins are
-not ours (tritonclient, for one, wants an older protobuf).
+The clients have environments of their own (`make setup-clients`): their pins are not ours
+(tritonclient, for one, wants an older protobuf).
 """
 
+import json
 import os
 import subprocess
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.serving import Launched, serving
+from bench.serving import Launched, free_port, serving
 from common.config import home
 from common.demo_model import prepare
 from tests.router.fake_worker import FakeWorker
@@ -19,6 +20,8 @@ from tests.router.stack import Stack
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PYTHON = ROOT / ".venv-clients" / "bin" / "python"
+GATEWAY = ROOT / ".venv-gateway" / "bin"
+GUIDELLM = ROOT / ".venv-guidellm" / "bin" / "guidellm"
 CLIENTS = ("openai", "anthropic", "tritonclient", "litellm", "langchain", "instructor")
 CHECKS = (
     "not_a_server_error,status_code_conformance,content_type_conformance,"
@@ -29,7 +32,10 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(300),
     pytest.mark.skipif(
-        not (ROOT / ".venv-clients" / "complete").exists(),
+        not all(
+            (ROOT / name / "complete").exists()
+            for name in (".venv-clients", ".venv-gateway", ".venv-guidellm")
+        ),
         reason="the clients are not installed: make setup-clients",
     ),
 ]
@@ -46,15 +52,28 @@ def served() -> Iterator[Launched]:
         yield running
 
 
-def run(*arguments: str) -> str:
-    environment = {"PATH": os.environ["PATH"], "HOME": os.environ["HOME"], "NO_PROXY": "*"}
-    environment |= {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "DO_NOT_TRACK": "1"}
+ENVIRONMENT = {
+    "PATH": os.environ["PATH"],
+    "HOME": os.environ["HOME"],
+    "NO_PROXY": "*",
+    "DO_NOT_TRACK": "1",
+    "HF_HUB_OFFLINE": "1",
+    "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+    "LITELLM_DANGEROUSLY_PERMIT_WEAK_OR_UNSET_MASTER_KEY": "true",
+}
+
+
+def run(*arguments: str | Path) -> str:
+    return execute(PYTHON, *arguments)
+
+
+def execute(*command: str | Path) -> str:
     done = subprocess.run(
-        [str(PYTHON), *arguments],
+        [str(word) for word in command],
         capture_output=True,
         text=True,
         timeout=280,
-        env=environment,
+        env=ENVIRONMENT,
         check=False,
     )
     assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
@@ -65,6 +84,57 @@ def run(*arguments: str) -> str:
 def test_a_tour_with(client: str, served: Launched) -> None:
     tour = Path(__file__).parent / "tour.py"
     run(str(tour), client, served.url, served.grpc, served.model)
+
+
+def test_a_stock_java_client(served: Launched) -> None:
+    """T21, as people meet it. A JDK runs a source file as it is."""
+    execute("java", Path(__file__).parent / "StockClient.java", served.url, served.model)
+
+
+def test_guidellm_measures(served: Launched, model_dir: Path, tmp_path: Path) -> None:
+    """T22: it asks for the usage in every chunk, and counts tokens by it."""
+    report = tmp_path / "report.json"
+    execute(
+        *(GUIDELLM, "run", "--disable-progress", "--profile", "kind=synchronous"),
+        *("--backend", f"kind=openai_http,target={served.url},model={served.model}"),
+        *("--constraint", "kind=max_requests,count=6"),
+        *("--tokenizer", f"kind=hf_auto,model={model_dir}"),
+        *("--data", "kind=synthetic_text,prompt_tokens=64,output_tokens=16"),
+        *("--output", f"kind=json,path={report}"),
+    )
+    (benchmark,) = json.loads(report.read_text())["benchmarks"]
+    totals = benchmark["metrics"]["request_totals"]
+    assert (totals["successful"], totals["errored"], totals["incomplete"]) == (6, 0, 0)
+
+
+GATEWAY_CONFIG = """\
+model_list:
+  - model_name: tandem
+    litellm_params:
+      model: openai/{model}
+      api_base: {url}/v1
+      api_key: none
+"""
+
+
+def test_an_anthropic_client_behind_a_gateway(served: Launched, tmp_path: Path) -> None:
+    """T23: litellm's proxy takes Anthropic's messages and asks us by /v1/responses."""
+    config = tmp_path / "gateway.yaml"
+    config.write_text(GATEWAY_CONFIG.format(model=served.model, url=served.url))
+    port = free_port()
+    log = (tmp_path / "gateway.log").open("w")
+    command = [GATEWAY / "litellm", "--config", config, "--host", "127.0.0.1", "--port", str(port)]
+    gateway = subprocess.Popen(
+        [str(word) for word in command], env=ENVIRONMENT, stdout=log, stderr=log
+    )
+    try:
+        tour = Path(__file__).parent / "tour.py"
+        url = f"http://127.0.0.1:{port}"
+        execute(GATEWAY / "python", tour, "gateway", url, served.grpc, "tandem")
+    finally:
+        gateway.terminate()
+        gateway.wait(30)
+        log.close()
 
 
 def test_schemathesis_finds_nothing(model_dir: Path) -> None:

@@ -37,6 +37,11 @@ def check_param(found: object, expected: str) -> None:
     assert found == expected, found
 
 
+def check_text(found: object) -> None:
+    assert isinstance(found, str), found
+    assert found
+
+
 def tour_openai() -> None:
     import openai
 
@@ -156,6 +161,7 @@ def tour_tritonclient() -> None:
     import numpy as np
     import tritonclient.grpc as triton
     import tritonclient.http as triton_http
+    from tritonclient.utils import InferenceServerException
 
     client = triton.InferenceServerClient(GRPC)
     assert client.is_server_live()
@@ -193,6 +199,20 @@ def tour_tritonclient() -> None:
     http = triton_http.InferenceServerClient(URL.removeprefix("http://"))
     assert http.is_server_ready()
     assert http.is_model_ready(MODEL)
+    assert http.get_model_config(MODEL)["input"][0]["name"] == "text_input"
+    assert client.get_model_config(MODEL).config.backend == "tandem"
+    assert [model["state"] for model in http.get_model_repository_index()] == ["READY"]
+    for infer in (
+        lambda: http.infer("other", inputs(triton_http, "x", False)),
+        lambda: http.infer(MODEL, inputs(triton_http, "x", False)[1:]),
+        lambda: http.get_model_metadata("other"),
+        lambda: client.infer("other", inputs(triton, "x", False)),
+    ):
+        try:
+            infer()
+            raise AssertionError("a wrong call was served")
+        except InferenceServerException as error:
+            check_text(error.message())
     over_http = http.infer(MODEL, inputs(triton_http, "The capital of France is", False))
     (http_text,) = over_http.as_numpy("text_output")
     assert http_text in (text, text.decode())
@@ -263,7 +283,27 @@ def tour_instructor() -> None:
         assert toy.color in ("red", "green", "blue")
 
 
+def tour_gateway() -> None:
+    """Through a gateway that is starting: the client tries again until it answers."""
+    import anthropic
+
+    client = anthropic.Anthropic(base_url=URL, api_key="sk-any", max_retries=12)
+    create: Any = client.messages.create
+    message = create(model=MODEL, max_tokens=24, messages=PARIS, system="Be brief.")
+    assert message.content[0].text, message
+    stream_of: Any = client.messages.stream
+    with stream_of(model=MODEL, max_tokens=24, messages=PARIS) as stream:
+        assert "".join(stream.text_stream)
+    tool = {"name": "paint", "description": "Paints", "input_schema": SCHEMA}
+    called = create(
+        model=MODEL, max_tokens=128, messages=PARIS, tools=[tool], tool_choice={"type": "any"}
+    )
+    (block,) = [b for b in called.content if b.type == "tool_use"]
+    check_value(json.dumps(block.input))
+
+
 TOURS = {
+    "gateway": tour_gateway,
     "openai": tour_openai,
     "anthropic": tour_anthropic,
     "tritonclient": tour_tritonclient,
