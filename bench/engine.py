@@ -1,6 +1,6 @@
 """How fast the engine is alone: prefill of 512-token prompts, decode at several batch sizes.
 
-    .venv/bin/python -m bench.engine --model DIR [--codec fp8_e4m3] [--threads 1 2]
+    .venv/bin/python -m bench.engine --model DIR [--codec fp8_e3m4] [--threads 1 2]
         [--weight-dtype auto int8] [--json FILE]
 
 Plans are made here, without schedulers, so the numbers are the engine's own. Each is the best of a
@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from common.config import home
+from common.config import DEFAULT_KV_CODEC, home
 from common.demo_model import NAME
 from common.engine.runner import ModelRunner, load_runner
 from common.scheduling.plan import OutputStart, PrefillChunk, StepPlan
@@ -131,7 +131,7 @@ def measure(model: Path, codec: str, weights: Sequence[str], threads: int) -> li
 def main() -> None:
     parser = argparse.ArgumentParser(description="Speed of the engine alone")
     parser.add_argument("--model", type=Path, default=home() / "models" / NAME)
-    parser.add_argument("--codec", default="fp8_e4m3")
+    parser.add_argument("--codec", default=DEFAULT_KV_CODEC)
     parser.add_argument("--weight-dtype", nargs="+", default=["auto"], choices=["auto", "int8"])
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--json", type=Path)

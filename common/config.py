@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
+from typing import Any, Final, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
 from common.addresses import split_address
 from common.errors import ConfigError
@@ -28,7 +28,8 @@ MAX_GPU_MEMORY_UTILIZATION = 0.92
 
 PrefillWhere = Literal["auto", "remote"]
 LogLevel = Literal["debug", "info", "warning", "error"]
-KvCodec = Literal["fp8_e4m3", "fp8_e5m2", "int8", "int4", "bf16", "fp32"]
+KvCodec = Literal["fp8_e3m4", "fp8_e4m3", "fp8_e5m2", "int8", "int4", "bf16", "fp32"]
+DEFAULT_KV_CODEC: Final[KvCodec] = "fp8_e3m4"
 BlockSize = Literal[16, 32]
 WeightDtype = Literal["auto", "fp8", "int8"]
 ChunkTokens = int | Literal["auto"]
@@ -163,7 +164,8 @@ class WorkerConfig:
     )
     metrics: str = option("where /metrics listens", default="127.0.0.1:7001", metavar="HOST:PORT")
     kv_codec: KvCodec = option(
-        "element type of cached keys and values; int4 is for summarising only", default="fp8_e4m3"
+        "element type of cached keys and values; int4 is for summarising only",
+        default=DEFAULT_KV_CODEC,
     )
     block_size: BlockSize = option("tokens per KV block", default=16)
     kv_blocks: int | None = option(
@@ -299,7 +301,7 @@ class ServeConfig:
         "where the router's /metrics listens", default="127.0.0.1:8001", metavar="HOST:PORT"
     )
     kv_codec: KvCodec | None = option(
-        "element type of cached keys and values", default=None, shown="fp8_e4m3"
+        "element type of cached keys and values", default=None, shown=DEFAULT_KV_CODEC
     )
     weight_dtype: WeightDtype | None = option(
         "how weights are kept; fp8 needs a GPU, int8 a CPU",
@@ -401,7 +403,7 @@ class QualityConfig:
     codecs: tuple[str, ...] = option(
         "what to compare with fp32", default=get_args(KvCodec)[:-1], metavar="CODEC,..."
     )
-    check: KvCodec = option("the codec that the bounds hold for", default="fp8_e4m3")
+    check: KvCodec = option("the codec that the bounds hold for", default=DEFAULT_KV_CODEC)
     weight_dtype: Literal["auto", "int8"] = option(
         "how weights are kept in what is compared; fp32 itself has the checkpoint's own",
         default="auto",
@@ -519,7 +521,7 @@ class PlanConfig:
         "chunk sizes to try: tokens, or auto", default=("auto", "512", "2048"), metavar="N|auto,..."
     )
     codecs: tuple[str, ...] = option(
-        "KV codecs to try", default=("fp8_e4m3", "bf16"), metavar="CODEC,..."
+        "KV codecs to try", default=(DEFAULT_KV_CODEC, "bf16"), metavar="CODEC,..."
     )
     max_num_seqs: int = option("outputs that decode at the same time", default=256, metavar="N")
     gpu_memory_utilization: float = option(

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from common.config import DEFAULT_KV_CODEC
 from common.engine.backend import (
     Backend,
     PoolShare,
@@ -340,7 +341,7 @@ def _scores(batch: StepBatch, logits: torch.Tensor) -> tuple[tuple[OutputKey, Pr
 def load_runner(
     model_dir: str | Path,
     *,
-    codec: str = "fp8_e4m3",
+    codec: str = DEFAULT_KV_CODEC,
     block_size: int = 16,
     num_blocks: int = 0,
     num_exact: int = 0,

@@ -40,7 +40,7 @@ def test_fp8_keeps_its_bounds_on_the_demo_model(demo_model: Path, tmp_path: Path
     config = QualityConfig(
         model=str(demo_model),
         text=written_text(tmp_path),
-        codecs=("fp8_e4m3",),
+        codecs=("fp8_e3m4",),
         windows=1,
         min_top_1=96.0,  # of 1,023 positions; the bound of 97 is for 24 windows
         long_windows=0,
@@ -48,7 +48,7 @@ def test_fp8_keeps_its_bounds_on_the_demo_model(demo_model: Path, tmp_path: Path
     )
     lines: list[str] = []
     assert quality.run(config, lines.append) == 0, "\n".join(lines)
-    assert [line.split()[0] for line in lines[1:]] == ["codec", "fp32", "fp8_e4m3", "fp8_e4m3"]
+    assert [line.split()[0] for line in lines[1:]] == ["codec", "fp32", "fp8_e3m4", "fp8_e3m4"]
 
 
 def test_a_missed_bound_is_named(tiny: TinyModel) -> None:
@@ -66,27 +66,27 @@ def test_a_missed_bound_is_named(tiny: TinyModel) -> None:
             by_thousand=(change,),
         )
 
-    bad = [result("fp8_e4m3", 0.02, 0.99), result("fp8_e4m3 without offsets", 0.015, 1.0)]
+    bad = [result("fp8_e3m4", 0.02, 0.99), result("fp8_e3m4 without offsets", 0.015, 1.0)]
     misses = quality.misses_of(config, bad)
     assert [miss.split(": ")[1].split(",")[0] for miss in misses] == [
         "perplexity +0.020",
         "99.00% same top-1",
         "worse than without offsets (+0.015)",
     ]
-    good = [result("fp8_e4m3", 0.01, 0.999), result("int8", 5.0, 0.1)]
+    good = [result("fp8_e3m4", 0.01, 0.999), result("int8", 5.0, 0.1)]
     assert quality.misses_of(config, good) == []
 
 
 def test_int8_weights_are_measured_alone_and_below_each_codec(tiny: TinyModel) -> None:
     config = QualityConfig(
-        model=str(tiny.path), text="", codecs=("bf16", "fp8_e4m3"), weight_dtype="int8"
+        model=str(tiny.path), text="", codecs=("bf16", "fp8_e3m4"), weight_dtype="int8"
     )
     candidates = quality.candidates_of(config)
     assert [candidate.name for candidate in candidates] == [
         "fp32, int8 weights",
         "bf16, int8 weights",
-        "fp8_e4m3, int8 weights",
-        "fp8_e4m3, int8 weights without offsets",
+        "fp8_e3m4, int8 weights",
+        "fp8_e3m4, int8 weights without offsets",
     ]
     windows = np.random.default_rng(0).integers(0, 331, (2, 64)).astype(np.int32)
     exact, weights, *_ = found = quality.measure(tiny.path, windows, candidates, 16, 1)
@@ -94,13 +94,13 @@ def test_int8_weights_are_measured_alone_and_below_each_codec(tiny: TinyModel) -
     assert 0 < weights.mean_kl < 0.01
     strict = replace(config, max_change=-1.0, min_top_1=0.0)
     assert [miss.split(" over")[0] for miss in quality.misses_of(strict, found)][:1] == [
-        "fp8_e4m3, int8 weights"
+        "fp8_e3m4, int8 weights"
     ]
 
 
 def test_fp32_pages_differ_from_themselves_by_nothing(tiny: TinyModel) -> None:
     windows = np.random.default_rng(0).integers(0, 331, (2, 64)).astype(np.int32)
-    candidates = [quality.Candidate(codec="fp32"), quality.Candidate(codec="fp8_e4m3")]
+    candidates = [quality.Candidate(codec="fp32"), quality.Candidate(codec="fp8_e3m4")]
     same, again, fp8 = quality.measure(tiny.path, windows, candidates, 16, 1)
     assert again.change == same.change == 0.0
     assert again.same_top_1 == 1.0
@@ -189,11 +189,11 @@ def test_offsets_bring_a_biased_model_closer_to_fp32(tmp_path: Path) -> None:
         driver.run(chunk_tokens=64)
         return np.stack(driver.logits["a"])
 
-    exact, without = logits("fp32"), logits("fp8_e4m3")
+    exact, without = logits("fp32"), logits("fp8_e3m4")
     runner = make_runner(tmp_path, codec="fp32")
     windows = np.random.default_rng(3).integers(0, 331, (4, 256)).astype(np.int32)
     save_means(tmp_path, calibrate.measure(runner, windows), {})
-    with_offsets = logits("fp8_e4m3")
+    with_offsets = logits("fp8_e3m4")
     assert np.abs(with_offsets - exact).mean() < np.abs(without - exact).mean()
 
 
@@ -259,10 +259,10 @@ def test_a_bad_task_is_named_by_its_line(
 def test_a_codec_that_loses_right_answers_is_a_miss(tiny: TinyModel) -> None:
     config = QualityConfig(model=str(tiny.path), text="")
     fp32 = Accuracy(name="fp32", num_right=400, num_tasks=500)
-    kept = Accuracy(name="fp8_e4m3", num_right=398, num_tasks=500)
-    lost = Accuracy(name="fp8_e4m3", num_right=397, num_tasks=500)
+    kept = Accuracy(name="fp8_e3m4", num_right=398, num_tasks=500)
+    lost = Accuracy(name="fp8_e3m4", num_right=397, num_tasks=500)
     assert quality.accuracy_misses(config, [fp32, kept]) == []
     assert len(quality.accuracy_misses(config, [fp32, lost])) == 1
     assert list(quality.accuracy_table([fp32, lost]))[-1].split() == [
-        *("fp8_e4m3", "397", "79.40", "99.25"),
+        *("fp8_e3m4", "397", "79.40", "99.25"),
     ]

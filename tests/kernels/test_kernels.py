@@ -293,7 +293,8 @@ def test_any_block_is_sealed_as_the_reference_does(
 
 
 @pytest.mark.parametrize(("codec", "bound"), [
-    ("fp8_e3m4", 1 / 32), ("fp8_e4m3", 1 / 16), ("fp8_e5m2", 1 / 8), ("int8", 1 / 250), ("int4", 1 / 28)
+    ("fp8_e3m4", 1 / 32), ("fp8_e4m3", 1 / 16), ("fp8_e5m2", 1 / 8),
+    ("int8", 1 / 250), ("int4", 1 / 28),
 ])  # fmt: skip
 @given(st.integers(0, 2**32 - 1), st.integers(-60, 60))
 @settings(max_examples=40, deadline=None)

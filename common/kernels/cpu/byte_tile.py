@@ -85,7 +85,7 @@ def is_finite(kind, at, num_bytes):
     """Whether so many elements of one byte can be widened here: none is a number's NaN, for which
     the loops have no time. (e5m2's needs no care.)
     """
-    if kind == E3M4 or kind == E4M3:
+    if kind in (E3M4, E4M3):
         return not _has_code(at, num_bytes, 0x7F, 0x7F)
     return kind == E5M2 or not _has_code(at, num_bytes, 0xFF, 0x80)
 
