@@ -408,22 +408,22 @@ class QualityConfig:
         "how weights are kept in what is compared; fp32 itself has the checkpoint's own",
         default="auto",
     )
-    max_change: float = option(
-        "bound on the change of perplexity over windows of 1,024 tokens",
-        default=0.05,
-        metavar="X",
+    max_kl: float = option(
+        "bound on the mean distance from fp32's next-token distribution (KL, in nats), by the "
+        "upper end of its 95 % interval",
+        default=0.0006,
+        metavar="NATS",
     )
     min_top_1: float = option(
-        "bound on the percentage of positions with the same most likely token, likewise",
-        default=97.0,
+        "bound on the percentage of positions with the same most likely token, by the lower end",
+        default=98.3,
         metavar="PERCENT",
     )
-    max_long_change: float = option(
-        "bound on the mean change of perplexity over windows of 8,192 tokens",
-        default=0.08,
-        metavar="X",
+    windows: int = option(
+        "windows of 1,024 tokens, evenly over the text: none, or at least two",
+        default=24,
+        metavar="N",
     )
-    windows: int = option("windows of 1,024 tokens, evenly over the text", default=24, metavar="N")
     long_windows: int = option("windows of 8,192 tokens, likewise", default=3, metavar="N")
     tasks: str | None = option(
         "file of prompts with right answers, one JSON object a line: "
@@ -448,8 +448,16 @@ class QualityConfig:
 
     def __post_init__(self) -> None:
         check_directory("model", self.model)
-        check_at_least("windows", self.windows, 1)
-        check_at_least("long_windows", self.long_windows, 0)
+        for name, count in (("windows", self.windows), ("long_windows", self.long_windows)):
+            check_at_least(name, count, 0)
+            if count == 1:
+                raise ConfigError(
+                    f"--{name.replace('_', '-')} 1: an interval needs at least two windows; 0 "
+                    "leaves them out",
+                    param=name,
+                )
+        if not (self.windows or self.long_windows or self.tasks):
+            raise ConfigError("--windows 0 and --long-windows 0 leave nothing to measure")
         check_folder_of("json", self.json)
         check_at_least("threads", self.threads, 1)
         for codec in self.codecs:

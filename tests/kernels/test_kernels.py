@@ -397,7 +397,7 @@ def test_every_fp8_byte_is_decoded_as_its_value_on_a_gpu(kind: ElementKind) -> N
     assert torch.equal(out.nan_to_num(), wanted.nan_to_num())
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def decode_kernel(data_ptr, out_ptr, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
     at = tl.arange(0, 256)
     tl.store(out_ptr + at, decode_fp8(tl.load(data_ptr + at), KIND))
