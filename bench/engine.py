@@ -1,10 +1,10 @@
 """How fast the engine is alone: prefill of 512-token prompts, decode at several batch sizes.
 
-    .venv/bin/python -m bench.engine --model DIR [--codec fp8_e4m3] [--threads 1 2]
-        [--weight-dtype auto int8] [--json FILE]
+    .venv/bin/python -m bench.engine --model DIR [--codec fp8_e3m4 fp8_e4m3]
+        [--weight-dtype auto int8] [--threads 1 2] [--repeats 5] [--json FILE]
 
 Plans are made here, without schedulers, so the numbers are the engine's own. Each is the best of a
-few runs, since other processes share the machine; several kinds of weights take turns.
+few runs, since other processes share the machine; several codecs and kinds of weights take turns.
 """
 
 import argparse
@@ -13,13 +13,15 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import numpy as np
 
-from common.config import home
+from common.config import DEFAULT_KV_CODEC, home
 from common.demo_model import NAME
 from common.engine.runner import ModelRunner, load_runner
+from common.pages import CODECS
 from common.scheduling.plan import OutputStart, PrefillChunk, StepPlan
 from common.types import SamplingParams
 
@@ -32,6 +34,7 @@ REPEATS = 5
 @dataclass(frozen=True)
 class Row:
     what: str
+    codec: str
     weights: str
     threads: int
     batch: int
@@ -111,9 +114,12 @@ def engine_bench(model: Path, codec: str, threads: int, weight_dtype: str = "aut
     )
 
 
-def measure(model: Path, codec: str, weights: Sequence[str], threads: int) -> list[Row]:
-    """Kinds of weights take turns, so that what else the machine does meets all of them."""
-    benches = {name: engine_bench(model, codec, threads, name) for name in weights}
+def measure(
+    model: Path, codecs: Sequence[str], weights: Sequence[str], threads: int, repeats: int
+) -> list[Row]:
+    """Codecs and kinds of weights take turns, so that what else the machine does meets all."""
+    kinds = list(product(codecs, weights))
+    benches = {kind: engine_bench(model, kind[0], threads, kind[1]) for kind in kinds}
     for bench in benches.values():
         bench.decode(1)
     jobs: list[tuple[str, int, int, Callable[[Bench], float]]] = [
@@ -122,29 +128,32 @@ def measure(model: Path, codec: str, weights: Sequence[str], threads: int) -> li
     jobs += [("decode at 512", n, n, partial(Bench.decode, batch=n)) for n in BATCHES]
     rows = []
     for what, batch, tokens, run in jobs:
-        found = [[run(bench) for bench in benches.values()] for _ in range(REPEATS)]
-        for name, seconds in zip(benches, map(min, zip(*found, strict=True)), strict=True):
-            rows.append(Row(what, name, threads, batch, seconds * 1e3, tokens / seconds))
+        found = [[run(bench) for bench in benches.values()] for _ in range(repeats)]
+        for kind, seconds in zip(benches, map(min, zip(*found, strict=True)), strict=True):
+            rows.append(Row(what, *kind, threads, batch, seconds * 1e3, tokens / seconds))
     return rows
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Speed of the engine alone")
     parser.add_argument("--model", type=Path, default=home() / "models" / NAME)
-    parser.add_argument("--codec", default="fp8_e4m3")
+    parser.add_argument("--codec", nargs="+", default=[DEFAULT_KV_CODEC], choices=list(CODECS))
     parser.add_argument("--weight-dtype", nargs="+", default=["auto"], choices=["auto", "int8"])
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--repeats", type=int, default=REPEATS)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     rows = [
         row
         for threads in args.threads
-        for row in measure(args.model, args.codec, args.weight_dtype, threads)
+        for row in measure(args.model, args.codec, args.weight_dtype, threads, args.repeats)
     ]
-    print(f"{'what':16}{'weights':>8}{'threads':>8}{'batch':>7}{'ms/step':>10}{'tokens/s':>10}")
+    print(
+        f"{'what':16}{'codec':>10}{'weights':>8}{'threads':>8}{'batch':>7}{'ms/step':>10}{'tokens/s':>10}"
+    )
     for row in rows:
         print(
-            f"{row.what:16}{row.weights:>8}{row.threads:>8}{row.batch:>7}{row.step_ms:>10.1f}"
+            f"{row.what:16}{row.codec:>10}{row.weights:>8}{row.threads:>8}{row.batch:>7}{row.step_ms:>10.1f}"
             f"{row.tokens_per_s:>10.1f}"
         )
     if args.json:

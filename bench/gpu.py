@@ -34,6 +34,7 @@ from rich.table import Table
 from bench import gpu_handoff, gpu_model, gpu_worker
 from bench.gpu_kernels import CASES, Case, Setting, error_of
 from bench.gpu_steps import BLOCK_SIZE, CHECKED, LLAMA_8B, SMOKE, Shape, layout_of
+from common.config import DEFAULT_KV_CODEC
 from common.engine.backend import FP8_CAPABILITY
 from common.engine.cuda_graphs import CudaCapture
 from common.engine.graphed_model import GraphedModel
@@ -193,7 +194,7 @@ def itl_context(bench: Bench) -> Iterator[Row]:
     contexts, batch = (CONTEXTS, ITL_BATCH) if not bench.is_smoke else ((20, 40), 1)
     fitting, batch = within_memory(bench, contexts, batch)
     slopes = {}
-    for codec in ("bf16", "fp8_e4m3"):
+    for codec in ("bf16", DEFAULT_KV_CODEC):
         loaded = gpu_model.load(
             bench.shape,
             bench.device,
@@ -220,10 +221,10 @@ def itl_context(bench: Bench) -> Iterator[Row]:
         slopes[codec] = slope(fitting, times)
         del loaded, backend
         clean()
-    ratio = slopes["fp8_e4m3"] / slopes["bf16"]
+    ratio = slopes[DEFAULT_KV_CODEC] / slopes["bf16"]
     bench.numbers["itl_slope_ratio"] = ratio
     yield Row(
-        what="slope of ITL over context, fp8_e4m3 / bf16",
+        what="slope of ITL over context, fp8 / bf16",
         rate=f"{ratio:.2f}",
         note=f"published {ANCHOR}, aim {AIM}",
         holds=bench.is_smoke or ratio <= AIM,
@@ -246,7 +247,7 @@ def _model(bench: Bench, weight_dtype: str, named: str, element_bytes: int) -> I
     loaded = gpu_model.load(
         bench.shape,
         bench.device,
-        "fp8_e4m3",
+        DEFAULT_KV_CODEC,
         num_pages=gpu_model.pages_for(batches[-1], context + 1),
         max_rows=batches[-1],
         max_tokens=context + BLOCK_SIZE,
@@ -293,7 +294,7 @@ def overlap(bench: Bench) -> Iterator[Row]:
     loaded = gpu_model.load(
         bench.shape,
         bench.device,
-        "fp8_e4m3",
+        DEFAULT_KV_CODEC,
         num_pages=gpu_model.pages_for(batches[-1], context + num_steps + BLOCK_SIZE),
         max_rows=batches[-1],
         max_tokens=context + num_steps + BLOCK_SIZE,
@@ -322,7 +323,7 @@ def chunks(bench: Bench) -> Iterator[Row]:
     loaded = gpu_model.load(
         shape,
         bench.device,
-        "fp8_e4m3",
+        DEFAULT_KV_CODEC,
         num_pages=gpu_model.pages_for(1 + decodes, max(context + 1, max(sizes))),
         max_rows=decodes + 1,
         max_tokens=max(context, max(sizes)) + BLOCK_SIZE,
@@ -351,7 +352,7 @@ def batch_invariant(bench: Bench) -> Iterator[Row]:
         loaded = gpu_model.load(
             bench.shape,
             bench.device,
-            "fp8_e4m3",
+            DEFAULT_KV_CODEC,
             num_pages=gpu_model.pages_for(batches[-1] + 1, max(context + 1, chunk)),
             max_rows=batches[-1],
             max_tokens=max(context, chunk) + BLOCK_SIZE,

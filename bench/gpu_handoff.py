@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from bench.gpu_steps import BLOCK_SIZE, LLAMA_8B, SMOKE, Shape, blocks_of, filled_pool, layout_of
+from common.config import DEFAULT_KV_CODEC
 from common.engine.pools import PageArena
 from common.kernels.gpu.checksum import checksums
 from common.messages import LinkReply
@@ -38,7 +39,7 @@ class Profile:
 
     @property
     def layout(self) -> PageLayout:
-        return layout_of(self.shape, "fp8_e4m3", self.num_layers)
+        return layout_of(self.shape, DEFAULT_KV_CODEC, self.num_layers)
 
     @property
     def num_pages(self) -> int:

@@ -21,6 +21,7 @@ from bench.gpu_steps import (
     mixed_batch,
     offsets_of,
 )
+from common.config import DEFAULT_KV_CODEC
 from common.engine.batch import MAX_RUN_TOKENS, StepBatch
 from common.engine.device_inputs import DeviceStep, InputBuffer, columns_of
 from common.engine.pools import PageArena
@@ -363,7 +364,7 @@ def sampling_case(at: Setting) -> Case:
     )
 
 
-FP8, BF16 = "fp8_e4m3", "bf16"
+FP8, BF16 = DEFAULT_KV_CODEC, "bf16"
 CASES: list[tuple[str, str, Callable[[Setting], Case]]] = [
     ("rms_norm with residual", FP8, norm_case),
     ("swiglu", FP8, swiglu_case),

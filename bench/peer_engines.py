@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from bench.engine import PROMPT_TOKENS, engine_bench
+from common.config import DEFAULT_KV_CODEC
 
 BATCH, NUM_STEPS, NUM_ROUNDS = 16, 8, 5
 
@@ -54,7 +55,7 @@ def installed(model: Path, threads: int) -> Iterator[tuple[str, Engine]]:
 
 
 def tandem(model: Path, threads: int) -> Engine:
-    bench = engine_bench(model, "fp8_e4m3", threads)
+    bench = engine_bench(model, DEFAULT_KV_CODEC, threads)
 
     def run() -> Rates:
         return Rates(prefill=PROMPT_TOKENS / bench.prefill(), decode=BATCH / bench.decode(BATCH))

@@ -1,6 +1,6 @@
 """Where the time of a step goes on CPU, on one thread, against its bytes and operations.
 
-    .venv/bin/python -m bench.phases [--model DIR] [--codec fp8_e4m3]
+    .venv/bin/python -m bench.phases [--model DIR] [--codec fp8_e3m4]
 
 Times are CPU time of the computing thread, the least of several runs, so that other processes
 disturb little. Parts come from differences: no layers, a long context against none, a step against
@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from bench.engine import PROMPT_TOKENS, Bench
-from common.config import home
+from common.config import DEFAULT_KV_CODEC, home
 from common.demo_model import NAME
 from common.engine.batch import make_batch
 from common.engine.runner import ModelRunner, load_runner
@@ -154,7 +154,7 @@ class Phases:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Where a step's time goes, on one thread")
     parser.add_argument("--model", type=Path, default=home() / "models" / NAME)
-    parser.add_argument("--codec", default="fp8_e4m3")
+    parser.add_argument("--codec", default=DEFAULT_KV_CODEC)
     args = parser.parse_args()
     gflops, gbytes = ceilings()
     print(f"ceilings: {gflops:.0f} GFLOP/s, {gbytes:.1f} GB/s on one thread")

@@ -18,7 +18,7 @@ from typing import Any
 
 from bench.load import Seen, random_prompt, run_load
 from bench.serving import Launched, serving
-from common.config import home
+from common.config import DEFAULT_KV_CODEC, home
 from common.demo_model import NAME
 from common.errors import ConfigError
 from common.model_config import ModelConfig
@@ -119,7 +119,7 @@ def gaps_of(seen: Iterable[Seen]) -> list[float]:
 
 def setup(role: Role, times: StepTimes) -> WorkerSetup:
     model = ModelConfig.load(home() / "models" / NAME)
-    layout = page_layout(model, "fp8_e4m3")
+    layout = page_layout(model, DEFAULT_KV_CODEC)
     pool = pool_of(NUM_BLOCKS, MAX_NUM_SEQS)
     chunk_tokens = Deployment(chunk=AUTO).chunk_tokens
     landing = landing_of(chunk_tokens, layout.block_size)

@@ -38,7 +38,7 @@ from rich.table import Table
 
 from bench.load import Seen, percentile, random_prompt, run_load
 from bench.serving import serving
-from common.config import home
+from common.config import DEFAULT_KV_CODEC, home
 from common.demo_model import NAME
 from common.model_config import ModelConfig
 from common.pages import PageLayout
@@ -149,11 +149,11 @@ def legacy_system() -> System:
 
 
 def our_system() -> System:
-    layout = page_layout(model_named("llama-3-70b"), "fp8_e4m3")
+    layout = page_layout(model_named("llama-3-70b"), DEFAULT_KV_CODEC)
     pool = pool_within(int(LEGACY_PLACES * LEGACY_BYTES), layout, 256)
     assert pool is not None
     return System(
-        codec="fp8_e4m3",
+        codec=DEFAULT_KV_CODEC,
         chunk=str(CHUNK),
         places=256,
         layout=layout,
@@ -268,7 +268,7 @@ def share_above(gaps: Gaps, bound_s: float) -> float:
 def measured_systems() -> tuple[System, System]:
     """Ours has pages for all requests at once; legacy the same bytes."""
     model = ModelConfig.load(home() / "models" / NAME)
-    ours, legacy = page_layout(model, "fp8_e4m3"), page_layout(model, "bf16")
+    ours, legacy = page_layout(model, DEFAULT_KV_CODEC), page_layout(model, "bf16")
     longest = MEASURED_PROMPT + MEASURED_OUTPUT
     pool = pool_of(AT_ONCE * -(-longest // ours.block_size), AT_ONCE)
     budget = pool.num_bytes(ours)
@@ -286,7 +286,7 @@ def measured_systems() -> tuple[System, System]:
             reserved_tokens=MEASURED_RESERVATION,
         ),
         System(
-            codec="fp8_e4m3",
+            codec=DEFAULT_KV_CODEC,
             chunk=AUTO,
             places=AT_ONCE,
             layout=ours,

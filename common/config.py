@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
+from typing import Any, Final, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
 from common.addresses import split_address
 from common.errors import ConfigError
@@ -28,7 +28,8 @@ MAX_GPU_MEMORY_UTILIZATION = 0.92
 
 PrefillWhere = Literal["auto", "remote"]
 LogLevel = Literal["debug", "info", "warning", "error"]
-KvCodec = Literal["fp8_e4m3", "fp8_e5m2", "int8", "int4", "bf16", "fp32"]
+KvCodec = Literal["fp8_e3m4", "fp8_e4m3", "fp8_e5m2", "int8", "int4", "bf16", "fp32"]
+DEFAULT_KV_CODEC: Final[KvCodec] = "fp8_e3m4"
 BlockSize = Literal[16, 32]
 WeightDtype = Literal["auto", "fp8", "int8"]
 ChunkTokens = int | Literal["auto"]
@@ -184,7 +185,8 @@ class WorkerConfig:
     )
     metrics: str = option("where /metrics listens", default="127.0.0.1:7001", metavar="HOST:PORT")
     kv_codec: KvCodec = option(
-        "element type of cached keys and values; int4 is for summarising only", default="fp8_e4m3"
+        "element type of cached keys and values; int4 is for summarising only",
+        default=DEFAULT_KV_CODEC,
     )
     block_size: BlockSize = option("tokens per KV block", default=16)
     kv_blocks: int | None = option(
@@ -331,7 +333,7 @@ class ServeConfig:
         "where the router's /metrics listens", default="127.0.0.1:8001", metavar="HOST:PORT"
     )
     kv_codec: KvCodec | None = option(
-        "element type of cached keys and values", default=None, shown="fp8_e4m3"
+        "element type of cached keys and values", default=None, shown=DEFAULT_KV_CODEC
     )
     weight_dtype: WeightDtype | None = option(
         "how weights are kept; fp8 needs a GPU, int8 a CPU",
@@ -455,27 +457,27 @@ class QualityConfig:
     codecs: tuple[str, ...] = option(
         "what to compare with fp32", default=get_args(KvCodec)[:-1], metavar="CODEC,..."
     )
-    check: KvCodec = option("the codec that the bounds hold for", default="fp8_e4m3")
+    check: KvCodec = option("the codec that the bounds hold for", default=DEFAULT_KV_CODEC)
     weight_dtype: Literal["auto", "int8"] = option(
         "how weights are kept in what is compared; fp32 itself has the checkpoint's own",
         default="auto",
     )
-    max_change: float = option(
-        "bound on the change of perplexity over windows of 1,024 tokens",
-        default=0.05,
-        metavar="X",
+    max_kl: float = option(
+        "bound on the mean distance from fp32's next-token distribution (KL, in nats), by the "
+        "upper end of its 95 % interval",
+        default=0.0006,
+        metavar="NATS",
     )
     min_top_1: float = option(
-        "bound on the percentage of positions with the same most likely token, likewise",
-        default=97.0,
+        "bound on the percentage of positions with the same most likely token, by the lower end",
+        default=98.3,
         metavar="PERCENT",
     )
-    max_long_change: float = option(
-        "bound on the mean change of perplexity over windows of 8,192 tokens",
-        default=0.08,
-        metavar="X",
+    windows: int = option(
+        "windows of 1,024 tokens, evenly over the text: none, or at least two",
+        default=24,
+        metavar="N",
     )
-    windows: int = option("windows of 1,024 tokens, evenly over the text", default=24, metavar="N")
     long_windows: int = option("windows of 8,192 tokens, likewise", default=3, metavar="N")
     tasks: str | None = option(
         "file of prompts with right answers, one JSON object a line: "
@@ -500,8 +502,16 @@ class QualityConfig:
 
     def __post_init__(self) -> None:
         check_directory("model", self.model)
-        check_at_least("windows", self.windows, 1)
-        check_at_least("long_windows", self.long_windows, 0)
+        for name, count in (("windows", self.windows), ("long_windows", self.long_windows)):
+            check_at_least(name, count, 0)
+            if count == 1:
+                raise ConfigError(
+                    f"--{name.replace('_', '-')} 1: an interval needs at least two windows; 0 "
+                    "leaves them out",
+                    param=name,
+                )
+        if not (self.windows or self.long_windows or self.tasks):
+            raise ConfigError("--windows 0 and --long-windows 0 leave nothing to measure")
         check_folder_of("json", self.json)
         check_at_least("threads", self.threads, 1)
         for codec in self.codecs:
@@ -573,7 +583,7 @@ class PlanConfig:
         "chunk sizes to try: tokens, or auto", default=("auto", "512", "2048"), metavar="N|auto,..."
     )
     codecs: tuple[str, ...] = option(
-        "KV codecs to try", default=("fp8_e4m3", "bf16"), metavar="CODEC,..."
+        "KV codecs to try", default=(DEFAULT_KV_CODEC, "bf16"), metavar="CODEC,..."
     )
     max_num_seqs: int = option("outputs that decode at the same time", default=256, metavar="N")
     gpu_memory_utilization: float = option(

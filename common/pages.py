@@ -43,11 +43,14 @@ class ElementKind(IntEnum):
 
     FP32 = 0
     BF16 = 1
-    E4M3 = 2
-    E5M2 = 3
-    INT8 = 4
+    E3M4 = 2
+    """Sign, three bits of exponent (bias 3), four of mantissa; up to 30. No infinities: 0x7F and
+    0xFF are NaN, as in e4m3. Its 256 values: `common.kernels.reference.e3m4_values`."""
+    E4M3 = 3
+    E5M2 = 4
+    INT8 = 5
     """-127 to 127; -128 is what was not finite."""
-    INT4 = 5
+    INT4 = 6
     """0 to 15; a byte holds channels 2i (its low half) and 2i + 1."""
 
     @property
@@ -89,6 +92,7 @@ class Codec:
 CODECS: Final[dict[str, Codec]] = {
     codec.name: codec
     for codec in (
+        Codec("fp8_e3m4", ElementKind.E3M4, ElementKind.BF16, ScaleKind.POWER),
         Codec("fp8_e4m3", ElementKind.E4M3, ElementKind.BF16, ScaleKind.POWER),
         Codec("fp8_e5m2", ElementKind.E5M2, ElementKind.BF16, ScaleKind.POWER),
         Codec("int8", ElementKind.INT8, ElementKind.BF16, ScaleKind.FLOAT),

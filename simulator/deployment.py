@@ -8,7 +8,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Final, Protocol
 
-from common.config import MAX_AUTO_CHUNK
+from common.config import DEFAULT_KV_CODEC, MAX_AUTO_CHUNK
 from common.errors import ConfigError
 from common.model_config import ModelConfig
 from common.pages import PageLayout, codec_named
@@ -34,7 +34,7 @@ class Deployment:
     colocated: int = 0
     chunk: str = AUTO
     """Tokens, or `auto`: as --chunk-tokens has it."""
-    codec: str = "fp8_e4m3"
+    codec: str = DEFAULT_KV_CODEC
 
     @property
     def shape(self) -> str:

@@ -49,7 +49,7 @@ def worker(*arguments: str) -> WorkerConfig:
 def test_defaults_of_a_prefill_worker(model: str) -> None:
     config = worker("prefill", "--model", model)
     assert (config.role, config.kv_codec, config.block_size, config.chunk_tokens) == (
-        "prefill", "fp8_e4m3", 16, "auto",
+        "prefill", "fp8_e3m4", 16, "auto",
     )  # fmt: skip
     assert config.max_chunk_tokens == 512
     assert (config.max_num_seqs, config.kv_blocks, config.threads) == (256, None, None)
@@ -83,7 +83,7 @@ def toml_literal(command: str, name: str, model: str, port: int) -> str:
         return "[]"
     if get_origin(core) is tuple:
         is_codecs = option_fields(command)[name].metadata["metavar"] == "CODEC,..."
-        return '["fp8_e4m3", "bf16"]' if is_codecs else '["127.0.0.1:7", "localhost:8"]'
+        return '["fp8_e3m4", "bf16"]' if is_codecs else '["127.0.0.1:7", "localhost:8"]'
     shapes = {"HOST:PORT": f"127.0.0.1:{9000 + port}", "DIR": model, "N|auto": "auto"}
     return json.dumps(shapes.get(option_fields(command)[name].metadata["metavar"], "text"))
 
@@ -182,7 +182,7 @@ def test_plain_text_beyond_this_machine_is_asked_for(model: str) -> None:
         ("serve = 1", r"serve must be a table, written \[serve\]"),
         ("[serve]\nprefill = true", "prefill is True; it must be of type int"),
         ("[serve]\nhttp = 8000", "http is 8000; it must be of type str"),
-        ('[serve]\nkv-codec = "fp4"', "kv-codec is 'fp4'; choose one of fp8_e4m3, "),
+        ('[serve]\nkv-codec = "fp4"', "kv-codec is 'fp4'; choose one of fp8_e3m4, "),
         ("[serve]\nblock-size = 16.0", "block-size is 16.0; choose one of 16, 32"),
         ("[serve\n", "tandem.toml: "),
     ],

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
@@ -17,6 +17,9 @@ from common.kernels.offsets import Offsets
 from common.model_config import ModelConfig
 from common.pages import PageLayout
 from common.pool_size import PoolSize
+
+if TYPE_CHECKING:
+    from common.engine.cpu_model import CpuWeights
 
 FP8_CAPABILITY = (8, 9)
 """Compute capability from which a GPU multiplies FP8: Ada and Hopper."""
@@ -90,6 +93,7 @@ def load_cpu(
     weight_dtype: str,
     num_threads: int,
     max_num_tokens: int,
+    weights: "CpuWeights | None" = None,
 ) -> Backend:
     from common.engine.cpu_model import CpuModel, CpuWeights
 
@@ -97,7 +101,8 @@ def load_cpu(
         raise ConfigError(f"on CPU Tandem computes in float32, not {dtype}", param="dtype")
     if weight_dtype == "fp8":
         check_fp8(torch.float32, None)
-    weights = CpuWeights(Checkpoint.open(model_dir), config, weight_dtype)
+    if weights is None:
+        weights = CpuWeights(Checkpoint.open(model_dir), config, weight_dtype)
     return CpuModel(
         config, weights, pool, offsets, max_num_tokens=max_num_tokens, num_threads=num_threads
     )

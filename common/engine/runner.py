@@ -7,11 +7,12 @@ nothing. It is one rank of a group of size 1.
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
 
+from common.config import DEFAULT_KV_CODEC
 from common.engine.backend import (
     Backend,
     PoolShare,
@@ -44,6 +45,9 @@ from common.scheduling.plan import (
     TagOrder,
 )
 from common.types import BlockId, OutputKey, PromptLogprobs
+
+if TYPE_CHECKING:
+    from common.engine.cpu_model import CpuWeights
 
 NUM_SENT = 16
 """Host buffers: a step sends at most six things beside its batch, and two steps may be under way.
@@ -348,7 +352,7 @@ def _scores(batch: StepBatch, logits: torch.Tensor) -> tuple[tuple[OutputKey, Pr
 def load_runner(
     model_dir: str | Path,
     *,
-    codec: str = "fp8_e4m3",
+    codec: str = DEFAULT_KV_CODEC,
     block_size: int = 16,
     num_blocks: int = 0,
     num_exact: int = 0,
@@ -365,12 +369,14 @@ def load_runner(
     max_num_decodes: int = 0,
     max_model_len: int | None = None,
     is_calibrated: bool = True,
+    weights: "CpuWeights | None" = None,
 ) -> ModelRunner:
     """Read a model and allocate its pools. `num_blocks` counts packed pages; on a GPU, `share` may
     say instead how large the pool gets. `max_num_tokens` counts rows of a step, `max_num_decodes`
     those of them that decode (a GPU captures graphs for so many). `batch_invariant` is for GPUs; on
     a CPU rows never depend on their batch. `is_calibrated` is False to leave the model's offsets
-    aside.
+    aside. `weights` are a CPU's that were loaded before, of `weight_dtype`: several runners may
+    share them.
     """
     config = ModelConfig.load(model_dir)
     layout = PageLayout(
@@ -421,6 +427,7 @@ def load_runner(
             weight_dtype=weight_dtype,
             num_threads=num_threads,
             max_num_tokens=max_num_tokens,
+            weights=weights,
         )
     return ModelRunner(
         config=config,

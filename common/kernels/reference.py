@@ -16,7 +16,27 @@ MAX_SCALE = 237
 SMALLEST = 2.0**-126
 INT4_LIMIT = 1e38
 DTYPES = {ElementKind.BF16: torch.bfloat16, ElementKind.FP32: torch.float32}
-FP8 = {ElementKind.E4M3: torch.float8_e4m3fn, ElementKind.E5M2: torch.float8_e5m2}
+
+
+def e3m4_values() -> Tensor:
+    """What each of the 256 bytes stands for, which is what defines the format."""
+    sizes = [
+        mantissa / 64 if exponent == 0 else 2.0 ** (exponent - 3) * (1 + mantissa / 16)
+        for exponent in range(8)
+        for mantissa in range(16)
+    ]
+    sizes[0x7F] = torch.nan
+    positive = torch.tensor(sizes)
+    return torch.cat([positive, -positive])
+
+
+_BYTES = torch.arange(256).to(torch.uint8)
+FP8 = {
+    ElementKind.E3M4: e3m4_values(),
+    ElementKind.E4M3: _BYTES.view(torch.float8_e4m3fn).float(),
+    ElementKind.E5M2: _BYTES.view(torch.float8_e5m2).float(),
+}
+"""What each byte of an fp8 element stands for."""
 
 
 def quantise(block: Tensor, kind: ElementKind, is_k: bool) -> tuple[Tensor, Tensor]:
@@ -30,7 +50,7 @@ def dequantise(data: Tensor, scales: Tensor, kind: ElementKind, is_k: bool) -> T
     """fp32 of what `quantise` gave; leading dimensions are kept."""
     if kind in FP8:
         factor = torch.exp2(scales.double() - 127).float()
-        return data.view(FP8[kind]).float() * factor[..., None]
+        return FP8[kind][data.long()] * factor[..., None]
     if kind is ElementKind.INT4:
         low, high = (data & 0xF).float(), (data >> 4).float()
         whole = torch.stack([low, high], dim=-1).flatten(-2)
@@ -47,16 +67,21 @@ def largest_finite(block: Tensor) -> Tensor:
     return torch.where(block.isfinite(), block, 0.0).abs().amax()
 
 
-def quantise_fp8(block: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """One power of two for the block."""
-    amax, most = float(largest_finite(block)), torch.finfo(dtype).max
+def quantise_fp8(block: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """One power of two for the block, and the nearest of a format's `values`."""
+    steps = values[:128][values[:128].isfinite()].double()
+    amax, most = float(largest_finite(block)), float(steps[-1])
     code = NEUTRAL_SCALE
     if amax > 0:
         mantissa, exponent = np.frexp(np.float32(amax) / np.float64(most))
         code = min(max(int(exponent) + 127 - int(mantissa == 0.5), 1), MAX_SCALE)
     scaled = (block.double() * 2.0 ** (127 - code)).clamp(-most, most)
-    data = scaled.float().to(dtype).view(torch.uint8)
-    return torch.where(block.isfinite(), data, 0x7F), torch.tensor([code], dtype=torch.uint8)
+    edges = (steps[1:] + steps[:-1]) / 2
+    data = torch.bucketize(scaled.abs(), edges)
+    is_tie = scaled.abs() == edges[data.clamp(max=len(edges) - 1)]
+    data = data + (is_tie & (data % 2 == 1)) + scaled.signbit() * 128
+    data = torch.where(block.isfinite(), data, 0x7F).to(torch.uint8)
+    return data, torch.tensor([code], dtype=torch.uint8)
 
 
 def quantise_int8(block: Tensor) -> tuple[Tensor, Tensor]:

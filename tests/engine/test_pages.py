@@ -52,19 +52,20 @@ def test_parts_of_a_record_follow_each_other(layout: PageLayout, kind: PageKind)
     assert layout.page_bytes(kind) % 64 == 0
 
 
+@pytest.mark.parametrize("codec", ["fp8_e3m4", "fp8_e4m3", "fp8_e5m2"])
 @pytest.mark.parametrize("block_size", [16, 32])
-def test_a_sealed_fp8_page_is_half_a_bf16_page(block_size: int) -> None:
+def test_a_sealed_fp8_page_is_half_a_bf16_page(block_size: int, codec: str) -> None:
     """Scales and tag included; the demo model's shape and a small one's."""
     for layers, heads, width in ((30, 3, 64), (24, 2, 64), (32, 8, 128)):
         fp8, bf16 = (
             PageLayout(layers, heads, block_size, width, codec_named(name)).packed_page_bytes
-            for name in ("fp8_e4m3", "bf16")
+            for name in (codec, "bf16")
         )
         assert fp8 <= 0.505 * bf16
 
 
 def test_fingerprint_covers_everything_that_must_agree() -> None:
-    base = PageLayout(4, 2, 16, 64, codec_named("fp8_e4m3"))
+    base = PageLayout(4, 2, 16, 64, codec_named("fp8_e3m4"))
     others = [
         PageLayout(5, 2, 16, 64, base.codec),
         PageLayout(4, 4, 16, 64, base.codec),
@@ -82,7 +83,7 @@ def test_fingerprint_covers_everything_that_must_agree() -> None:
 
 
 def test_unknown_codecs_and_block_sizes_are_refused() -> None:
-    with pytest.raises(ConfigError, match="fp8_e4m3"):
+    with pytest.raises(ConfigError, match="fp8_e3m4"):
         codec_named("fp8")
     with pytest.raises(ConfigError, match="not 16 or 32"):
         PageLayout(1, 1, 8, 64, codec_named("bf16"))
@@ -125,26 +126,34 @@ def test_checksum_changes_with_every_bit_before_it(data: bytes, place: int, bit:
     assert checksum(page) != before
 
 
+@pytest.mark.parametrize(
+    ("kind", "mantissa_bits", "smallest", "largest"),
+    [(ElementKind.E3M4, 4, 1 / 64, 30), (ElementKind.E4M3, 3, 1 / 512, 448)],
+)
 @SETTINGS
 @given(st.integers(0, 2**32 - 1), st.integers(-60, 60), st.sampled_from([0.0, 1.0, 8.0]))
-def test_quantised_values_are_as_near_as_e4m3_gets(seed: int, power: int, skew: float) -> None:
-    """Within half a step of e4m3 at the block's scale, and never beyond its largest value."""
+def test_quantised_values_are_as_near_as_fp8_gets(
+    kind: ElementKind, mantissa_bits: int, smallest: float, largest: int, seed: int, power: int,
+    skew: float,
+) -> None:  # fmt: skip
+    """Within half a step of the format at the block's scale, and never beyond its largest value."""
     generator = torch.Generator().manual_seed(seed)
     block = torch.randn((16, 16), generator=generator) * 2.0**power
     block *= torch.exp(skew * torch.randn((16, 1), generator=generator))
     block = block.bfloat16().float()
-    data, code = reference.quantise(block, ElementKind.E4M3, True)
-    found = reference.dequantise(data, code, ElementKind.E4M3, True)
+    data, code = reference.quantise(block, kind, True)
+    found = reference.dequantise(data, code, kind, True)
     scale = 2.0 ** (int(code) - 127)
     step = torch.maximum(
-        2.0 ** (torch.floor(torch.log2(block.abs())) - 3), torch.tensor(scale / 512)
+        2.0 ** (torch.floor(torch.log2(block.abs())) - mantissa_bits),
+        torch.tensor(scale * smallest),
     )
     assert ((found - block).abs() <= step / 2 + 1e-45).all()
-    assert 224 < float(block.abs().amax()) / scale <= 448
+    assert largest / 2 < float(block.abs().amax()) / scale <= largest
 
 
 def test_arenas_are_zeroed_and_aligned() -> None:
-    layout = PageLayout(2, 2, 16, 16, codec_named("fp8_e4m3"))
+    layout = PageLayout(2, 2, 16, 16, codec_named("fp8_e3m4"))
     arena = PageArena(layout, 3, 2)
     assert arena.packed.shape == (3, layout.packed_page_bytes)
     assert arena.exact.shape == (2, layout.exact_page_bytes)

@@ -235,7 +235,7 @@ def test_landing_refuses_a_page_with_any_flipped_bit(runner: ModelRunner, at: in
 def test_landing_refuses_another_layout(tiny_runner: MakeRunner) -> None:
     runner, other = (
         tiny_runner(codec=codec, incarnation=77, num_landing_packed=1, num_landing_exact=3)
-        for codec in ("bf16", "fp8_e4m3")
+        for codec in ("bf16", "fp8_e3m4")
     )
     landed(runner)
     assert other.layout_fingerprint != runner.layout_fingerprint

@@ -26,7 +26,7 @@ def real_runner(
 ) -> ModelRunner:
     return load_runner(
         prepare(home(), lambda text: None),
-        codec="fp8_e4m3",
+        codec="fp8_e3m4",
         block_size=block_size,
         num_blocks=num_packed,
         num_exact=num_exact,

@@ -13,7 +13,7 @@ from common.kernels.cpu.attention import attention
 from common.pages import PageLayout, codec_named
 from tests.kernels.test_kernels import offsets_of
 
-CODECS = ["fp8_e4m3", "fp8_e5m2", "int8"]
+CODECS = ["fp8_e3m4", "fp8_e4m3", "fp8_e5m2", "int8"]
 KV_HEADS = 2
 
 

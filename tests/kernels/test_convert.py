@@ -96,11 +96,13 @@ def sealed_again(values: Tensor, target: PageSet) -> Tensor:
 @pytest.mark.parametrize(
     ("source", "sizes", "target"),
     [
-        ("fp8_e4m3", (16, 32), "fp8_e4m3"),
+        ("fp8_e3m4", (16, 32), "fp8_e3m4"),
+        ("fp8_e4m3", (16, 16), "fp8_e3m4"),
+        ("fp8_e3m4", (32, 16), "fp8_e4m3"),
         ("fp8_e5m2", (16, 16), "int8"),
         ("int8", (32, 16), "int4"),
-        ("int4", (16, 32), "fp8_e4m3"),
-        ("bf16", (16, 32), "fp8_e4m3"),
+        ("int4", (16, 32), "fp8_e3m4"),
+        ("bf16", (16, 32), "fp8_e3m4"),
     ],
 )
 def test_pages_read_as_their_values_quantised_anew(
@@ -120,7 +122,8 @@ def test_pages_read_as_their_values_quantised_anew(
     ("source", "sizes", "target"),
     [
         ("int4", (32, 32), "int4"),
-        ("fp8_e4m3", (16, 32), "fp32"),
+        ("fp8_e3m4", (16, 32), "fp32"),
+        ("fp8_e4m3", (32, 16), "fp32"),
         ("int8", (32, 16), "fp32"),
         ("bf16", (32, 16), "bf16"),
         ("bf16", (16, 32), "fp32"),
@@ -132,8 +135,8 @@ def test_these_lose_nothing(source: str, sizes: tuple[int, int], target: str) ->
     assert torch.equal(found, reading(given))
 
 
-def test_halves_of_fp8_blocks_lose_nothing_where_offsets_stay() -> None:
-    codec = "fp8_e4m3"
+@pytest.mark.parametrize("codec", ["fp8_e3m4", "fp8_e4m3"])
+def test_halves_of_fp8_blocks_lose_nothing_where_offsets_stay(codec: str) -> None:
     for mean_of_k in (0.0, 1.0):
         given = filled(pages_of(codec, 32, mean_of_k=mean_of_k))
         found = reading(converted(given, pages_of(codec, 16, mean_of_k=mean_of_k)))

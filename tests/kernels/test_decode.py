@@ -25,7 +25,7 @@ def stored(codec: str) -> Step:
 
 
 def test_a_row_is_the_same_alone_in_company_and_with_a_wider_table() -> None:
-    step = stored("fp8_e4m3")
+    step = stored("fp8_e3m4")
     runs = step.runs[step.runs[:, 1] == 1]
     together = attend(step, runs, 16, step.tables)
     wide = torch.cat([step.tables, torch.full_like(step.tables, 10**6)], dim=1)
@@ -46,7 +46,7 @@ def test_runs_of_no_tokens_read_and_write_nothing() -> None:
 
 
 def test_a_chunk_of_one_token_finds_its_own_block_among_the_rows() -> None:
-    step = stored("fp8_e4m3")
+    step = stored("fp8_e3m4")
     row, count, position, table, _, _ = step.runs[1].tolist()
     last = count - 1  # in a block that the chunk opened: its rows before it are the step's own
     run = torch.tensor([[row + last, 1, position + last, table, -1, 0]])

@@ -64,7 +64,7 @@ def test_swiglu(seed: int, dtype: torch.dtype, width: int, scale: float) -> None
 @pytest.mark.parametrize(
     ("codec", "dtype", "head_dim", "has_norms"),
     [
-        ("fp8_e4m3", torch.bfloat16, 16, False),
+        ("fp8_e3m4", torch.bfloat16, 16, False),
         ("int4", torch.float32, 24, False),
         ("bf16", torch.bfloat16, 16, True),
         ("fp32", torch.float32, 16, True),

@@ -24,7 +24,7 @@ from common.pool_size import PoolSize
 from tests.engine.tiny_models import make_tiny_model
 
 MIB = 1 << 20
-LAYOUT = PageLayout(32, 8, 16, 128, codec_named("fp8_e4m3"))
+LAYOUT = PageLayout(32, 8, 16, 128, codec_named("fp8_e3m4"))
 NOTHING = PoolSize(num_packed=0, num_exact=0)
 
 
@@ -103,7 +103,7 @@ def tiny_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("num_decodes", [0, 3])
 def test_a_gpu_is_opened_with_the_pool_that_fits(tiny_path: Path, num_decodes: int) -> None:
     config = ModelConfig.load(tiny_path)
-    layout = PageLayout(1, 1, 16, config.head_dim, codec_named("fp8_e4m3"))
+    layout = PageLayout(1, 1, 16, config.head_dim, codec_named("fp8_e3m4"))
     offsets, _ = open_offsets(tiny_path, config, layout)
     models = []
 

@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import triton
+import triton.language as tl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numba import njit
@@ -20,6 +22,7 @@ from common.kernels.cpu.attention import attention as cpu_attention
 from common.kernels.cpu.store import store as cpu_store
 from common.kernels.gpu.attention import attention as chunk_attention
 from common.kernels.gpu.checksum import checksums as gpu_checksums
+from common.kernels.gpu.codec import decode_fp8
 from common.kernels.gpu.decode import Partials, decode_attention
 from common.kernels.gpu.store import rotate_and_store
 from common.kernels.offsets import Offsets
@@ -241,6 +244,8 @@ def blocks() -> dict[str, Tensor]:
         "huge": plain * 1e37,
         "one large": torch.where(torch.arange(256).view(16, 16) == 77, 3e4, plain),
         "exactly 448": plain.clamp(-1, 1) * 448,
+        "exactly 30": plain.clamp(-1, 1) * 30,
+        "between steps": torch.arange(-128, 128).view(16, 16) / 128.0,
         "powers of two": 2.0 ** torch.arange(-128, 128).view(16, 16).float() * 0.5,
         "nan": with_nan,
         "inf": with_inf,
@@ -288,7 +293,8 @@ def test_any_block_is_sealed_as_the_reference_does(
 
 
 @pytest.mark.parametrize(("codec", "bound"), [
-    ("fp8_e4m3", 1 / 16), ("fp8_e5m2", 1 / 8), ("int8", 1 / 250), ("int4", 1 / 28)
+    ("fp8_e3m4", 1 / 32), ("fp8_e4m3", 1 / 16), ("fp8_e5m2", 1 / 8),
+    ("int8", 1 / 250), ("int4", 1 / 28),
 ])  # fmt: skip
 @given(st.integers(0, 2**32 - 1), st.integers(-60, 60))
 @settings(max_examples=40, deadline=None)
@@ -303,7 +309,8 @@ def test_what_is_read_is_near_what_was_sealed(
         again = reference.dequantise(*reference.quantise(block, kind, is_k), kind, is_k)
         amax = float(block.abs().max())
         span = block.abs() if kind in reference.FP8 else torch.tensor(2 * amax)
-        assert ((again - block).abs() <= span * bound * 1.02 + amax * 2.0**-14).all()
+        smallest = 2.0**-10 if kind is ElementKind.E3M4 else 2.0**-14
+        assert ((again - block).abs() <= span * bound * 1.02 + amax * smallest).all()
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
@@ -324,20 +331,76 @@ def test_what_is_not_finite_is_read_as_nan(codec: str, bad: float) -> None:
         assert torch.equal(again.isnan(), touched)
 
 
-def test_every_e4m3_byte_is_read_as_torch_reads_it() -> None:
-    data = torch.arange(256, dtype=torch.uint8)
+def test_the_values_of_e3m4() -> None:
+    """Four bits of mantissa, three of exponent with bias 3; what other formats of that name have
+    as infinities and NaN are numbers here, but for the last code of each sign.
+    """
+    values = reference.e3m4_values()
+    assert values[[0x00, 0x01, 0x0F, 0x10, 0x30, 0x38, 0x70, 0x7E]].tolist() == [
+        *(0.0, 1 / 64, 15 / 64, 0.25, 1.0, 1.5, 16.0, 30.0)
+    ]
+    assert values.isnan().nonzero().flatten().tolist() == [0x7F, 0xFF]
+    assert torch.equal(values[128:255], -values[:127])
+    assert values[128].signbit()
+    steps = values[:127].diff()
+    assert torch.equal(steps[:16], torch.full((16,), 1 / 64))
+    assert torch.equal(steps[16:], 2.0 ** torch.arange(-6, 1).repeat_interleave(16)[:110])
+
+
+@pytest.mark.parametrize("kind", [ElementKind.E4M3, ElementKind.E5M2])
+@given(st.integers(0, 2**32 - 1), st.integers(-20, 8))
+@settings(max_examples=40, deadline=None)
+def test_the_reference_rounds_as_torch_does(kind: ElementKind, seed: int, power: int) -> None:
+    """So its tables and its way to the nearest value, which e3m4 has alone, are right."""
+    dtype = torch.float8_e4m3fn if kind is ElementKind.E4M3 else torch.float8_e5m2
+    block = torch.randn((16, 32), generator=torch.Generator().manual_seed(seed)) * 2.0**power
+    block[0] = (block[0] * 64).round() / 64  # ties
+    data, code = reference.quantise(block, kind, True)
+    scaled = block * 2.0 ** (127 - int(code))
+    assert torch.equal(data, scaled.to(dtype).view(torch.uint8))
+
+
+@pytest.mark.parametrize("kind", reference.FP8)
+def test_every_fp8_byte_is_read_as_its_value(kind: ElementKind) -> None:
+    data = torch.arange(256).to(torch.uint8)
     out, zeros = torch.empty(256), torch.zeros(16)
-    widen(data.data_ptr(), zeros.data_ptr(), out.data_ptr())
-    wanted = data.view(torch.float8_e4m3fn).float() * 0.25
+    WIDEN[kind](data.data_ptr(), zeros.data_ptr(), out.data_ptr())
+    wanted = reference.FP8[kind] * 0.25
     assert torch.equal(out.isnan(), wanted.isnan())
     assert torch.equal(out.nan_to_num(), wanted.nan_to_num())
 
 
-@njit
-def widen(source, zeros, target):  # type: ignore[no-untyped-def]
-    for i in range(0, 256, 16):
-        factor = np.float32(0.25 * 256)
-        simd.widen_e4m3(source + i, factor, zeros, target + i * 4)
+def widening(intrinsic: Any, factor: float) -> Any:
+    scale = np.float32(0.25 * factor)
+
+    @njit
+    def widen(source, zeros, target):  # type: ignore[no-untyped-def]
+        for i in range(0, 256, 16):
+            intrinsic(source + i, scale, zeros, target + i * 4)
+
+    return widen
+
+
+WIDEN = {
+    ElementKind.E3M4: widening(simd.widen_e3m4, 4096),
+    ElementKind.E4M3: widening(simd.widen_e4m3, 256),
+    ElementKind.E5M2: widening(simd.widen_e5m2, 1),
+}
+
+
+@pytest.mark.parametrize("kind", [ElementKind.E3M4, ElementKind.E4M3])
+def test_every_fp8_byte_is_decoded_as_its_value_on_a_gpu(kind: ElementKind) -> None:
+    out = torch.empty(256)
+    decode_kernel[(1,)](torch.arange(256).to(torch.uint8), out, KIND=int(kind))
+    wanted = reference.FP8[kind]
+    assert torch.equal(out.isnan(), wanted.isnan())
+    assert torch.equal(out.nan_to_num(), wanted.nan_to_num())
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def decode_kernel(data_ptr, out_ptr, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
+    at = tl.arange(0, 256)
+    tl.store(out_ptr + at, decode_fp8(tl.load(data_ptr + at), KIND))
 
 
 @pytest.mark.parametrize("codec", CODECS)

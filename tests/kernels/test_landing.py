@@ -18,7 +18,7 @@ LANDS: dict[str, Callable[..., Any]] = {"numba": cpu_land, "triton": gpu_land}
 @pytest.mark.parametrize("num_layers", [1, 24])
 @pytest.mark.parametrize("which", LANDS)
 def test_only_pages_with_the_right_tag_and_checksum_land(which: str, num_layers: int) -> None:
-    layout = PageLayout(num_layers, 2, 16, 32, codec_named("fp8_e4m3"))
+    layout = PageLayout(num_layers, 2, 16, 32, codec_named("fp8_e3m4"))
     size = layout.page_bytes(PageKind.PACKED)
     rng = np.random.default_rng(5)
     source = rng.integers(0, 256, (6, size), dtype=np.uint8)

@@ -29,7 +29,7 @@ SMALL_MODEL = ModelConfig.parse(
 )
 
 
-def layout(codec: str = "fp8_e4m3") -> PageLayout:
+def layout(codec: str = "fp8_e3m4") -> PageLayout:
     return PageLayout(
         num_layers=SMALL_MODEL.num_layers,
         num_kv_heads=SMALL_MODEL.num_kv_heads,

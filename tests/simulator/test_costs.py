@@ -39,7 +39,7 @@ def test_models_have_their_published_sizes(name: str, billions: float) -> None:
 def test_kv_of_a_token_is_as_large_as_published() -> None:
     # 2 x 80 layers x 8 heads x 128 x 2 bytes; a tag of 64 bytes is shared by 16 tokens
     assert roofline("llama-3-70b", "h100").kv_token_bytes == pytest.approx(327_680, rel=1e-4)
-    packed = roofline("llama-3-70b", "h100", codec="fp8_e4m3").kv_token_bytes
+    packed = roofline("llama-3-70b", "h100", codec="fp8_e3m4").kv_token_bytes
     assert packed == pytest.approx(163_840, rel=1e-3)
 
 
@@ -121,7 +121,7 @@ def test_what_was_never_seen_costs_nothing_and_nothing_is_negative() -> None:
 
 
 def test_the_line_nearest_to_a_roofline_is_near() -> None:
-    costs = roofline("llama-3-70b", "h100", 4, "fp8_e4m3")
+    costs = roofline("llama-3-70b", "h100", 4, "fp8_e3m4")
     times = linear_of(costs)
     for shape in (
         StepShape(num_decodes=32, num_context_tokens=32 * 2000),

@@ -176,7 +176,7 @@ def test_a_trace_and_measured_step_times_can_be_planned_with(
         (("--rate", "0"), "--rate is 0.0; it must be above 0"),
         (("--rate", "1", "--tp", "0"), "--tp is 0; it must be at least 1"),
         (("--rate", "1", "--gpus", "0"), "--gpus is 0; it must be at least 1"),
-        (("--rate", "1", "--codecs", "fp8"), "there is no fp8; choose among fp8_e4m3"),
+        (("--rate", "1", "--codecs", "fp8"), "there is no fp8; choose among fp8_e3m4"),
         (("--rate", "1", "--compute-efficiency", "1.5"), "above 0 and at most 1"),
     ],
 )

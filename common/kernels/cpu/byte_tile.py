@@ -12,12 +12,13 @@ from numba.extending import intrinsic
 
 from common.kernels.cpu.loops import Loop
 from common.kernels.cpu.matmul import broadcast, offset
-from common.kernels.cpu.pages import E4M3, E5M2, INT8
+from common.kernels.cpu.pages import E3M4, E4M3, E5M2, INT8
 from common.kernels.cpu.simd import (
     I32,
     V8F,
     call_fma,
     constant,
+    finite_e3m4,
     finite_e4m3,
     finite_int8,
     from_e5m2,
@@ -26,7 +27,7 @@ from common.kernels.cpu.simd import (
 
 I64 = ir.IntType(64)
 V16B = ir.VectorType(ir.IntType(8), 16)
-TO_FLOATS = {E4M3: finite_e4m3, E5M2: from_e5m2, INT8: finite_int8}
+TO_FLOATS = {E3M4: finite_e3m4, E4M3: finite_e4m3, E5M2: from_e5m2, INT8: finite_int8}
 V32B = ir.VectorType(ir.IntType(8), 32)
 MAX_ROWS = 4
 COLUMN = 16  # bytes
@@ -84,7 +85,7 @@ def is_finite(kind, at, num_bytes):
     """Whether so many elements of one byte can be widened here: none is a number's NaN, for which
     the loops have no time. (e5m2's needs no care.)
     """
-    if kind == E4M3:
+    if kind in (E3M4, E4M3):
         return not _has_code(at, num_bytes, 0x7F, 0x7F)
     return kind == E5M2 or not _has_code(at, num_bytes, 0xFF, 0x80)
 
@@ -201,6 +202,7 @@ def _kernels(kind):
     return scores, values
 
 
+_scores_e3m4, _values_e3m4 = _kernels(E3M4)
 _scores_e4m3, _values_e4m3 = _kernels(E4M3)
 _scores_e5m2, _values_e5m2 = _kernels(E5M2)
 _scores_int8, _values_int8 = _kernels(INT8)
@@ -208,7 +210,7 @@ _scores_int8, _values_int8 = _kernels(INT8)
 
 @njit(nogil=True)
 def is_byte(kind):
-    return kind in (E4M3, E5M2, INT8)
+    return kind in (E3M4, E4M3, E5M2, INT8)
 
 
 @njit(nogil=True)
@@ -226,7 +228,9 @@ def score_bytes(kind, q, rows, page, head_dim, scale, addend, columns, out):
     r, step = 0, head_dim * 4
     while r < rows:
         count, at, to = _next_rows(rows - r), q + r * step, out + r * 64
-        if kind == E4M3:
+        if kind == E3M4:
+            _scores_e3m4(at, step, columns, head_dim, scale, addend, to, count)
+        elif kind == E4M3:
             _scores_e4m3(at, step, columns, head_dim, scale, addend, to, count)
         elif kind == E5M2:
             _scores_e5m2(at, step, columns, head_dim, scale, addend, to, count)
@@ -241,7 +245,9 @@ def accumulate_bytes(kind, weights, rows, page, head_dim, scale, addend, out, fa
     r = 0
     while r < rows:
         count, at, to = _next_rows(rows - r), weights + r * 64, out + r * head_dim * 4
-        if kind == E4M3:
+        if kind == E3M4:
+            _values_e3m4(at, page, head_dim, scale, addend, to, factors + r * 4, count)
+        elif kind == E4M3:
             _values_e4m3(at, page, head_dim, scale, addend, to, factors + r * 4, count)
         elif kind == E5M2:
             _values_e5m2(at, page, head_dim, scale, addend, to, factors + r * 4, count)

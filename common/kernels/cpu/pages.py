@@ -44,6 +44,7 @@ from common.kernels.cpu.simd import (
     splat,
     store,
     store_bf16,
+    store_e3m4,
     store_e4m3,
     store_e5m2,
     store_int4,
@@ -51,6 +52,7 @@ from common.kernels.cpu.simd import (
     sub,
     total,
     transpose8,
+    widen_e3m4,
     widen_e4m3,
     widen_e5m2,
     widen_int8,
@@ -58,7 +60,7 @@ from common.kernels.cpu.simd import (
 from common.kernels.offsets import Offsets
 from common.pages import ElementKind, PageLayout
 
-FP32, BF16, E4M3, E5M2, INT8, INT4 = (int(kind) for kind in ElementKind)
+FP32, BF16, E3M4, E4M3, E5M2, INT8, INT4 = (int(kind) for kind in ElementKind)
 
 
 class Pages(NamedTuple):
@@ -170,15 +172,20 @@ def copy_bytes(source, target, num_bytes):
 
 
 @njit(nogil=True)
-def scale_code(amax, exponent):
-    """E8M0 code of the smallest power of two s with amax / s <= 1.75 * 2^exponent, the largest fp8
-    number; 1 for a block of zeros.
+def scale_code(amax, kind):
+    """E8M0 code of the smallest power of two s with amax / s <= the largest number of `kind`; 1 for
+    a block of zeros.
     """
+    exponent, mantissa = 15, 0x600000  # 1.75 * 2^15
+    if kind == E3M4:
+        exponent, mantissa = 4, 0x700000
+    elif kind == E4M3:
+        exponent = 8
     if amax == np.float32(0.0):
         return np.int64(NEUTRAL_SCALE)
     bits = bits_of(amax)
     code = (bits >> 23) - exponent
-    if (bits & 0x7FFFFF) > 0x600000:
+    if (bits & 0x7FFFFF) > mantissa:
         code += 1
     return min(max(code, np.int64(1)), np.int64(MAX_SCALE))
 
@@ -208,14 +215,16 @@ def _largest_left(rows, row_stride, pages, offset):
 def _seal_fp8(rows, row_stride, pages, at, scale_at, offset):
     kind = pages.packed_kind
     amax = _largest_left(rows, row_stride, pages, offset)
-    code = scale_code(amax, 8 if kind == E4M3 else 15)
+    code = scale_code(amax, kind)
     put_u8(scale_at, np.uint8(code))
     inverse = splat(scale_of(254 - code))
     for t in range(pages.block_size):
         for i in range(0, pages.head_dim, 8):
             value = mul(_left(rows, row_stride, t, i, offset), inverse)
             to = at + t * pages.head_dim + i
-            if kind == E4M3:
+            if kind == E3M4:
+                store_e3m4(to, value)
+            elif kind == E4M3:
                 store_e4m3(to, value)
             else:
                 store_e5m2(to, value)
@@ -309,7 +318,7 @@ def seal(rows, row_stride, pages, page, slice_index, offset):
     block_size, head_dim, kind = pages.block_size, pages.head_dim, pages.packed_kind
     at = page + slice_index * bytes_of(block_size * head_dim, kind)
     scale_at = scale_place(page, slice_index, pages)
-    if kind < E4M3:
+    if kind < E3M4:
         for t in range(block_size):
             store_exact(rows + t * row_stride, head_dim, at + bytes_of(t * head_dim, kind), kind)
     elif kind == INT8:
@@ -363,6 +372,8 @@ def byte_scale(scale_at, kind):
     if kind == INT8:
         return get_f32(scale_at)
     scale = scale_of(np.int64(get_u8(scale_at)))
+    if kind == E3M4:
+        return scale * np.float32(4096.0)
     return scale * np.float32(256.0) if kind == E4M3 else scale
 
 
@@ -374,7 +385,12 @@ def load_packed(page, slice_index, pages, offset, out):
     size, kind = pages.block_size * pages.head_dim, pages.packed_kind
     at = page + slice_index * bytes_of(size, kind)
     scale_at = scale_place(page, slice_index, pages)
-    if kind == E4M3:
+    if kind == E3M4:
+        factor = byte_scale(scale_at, kind)
+        for row in range(0, size, pages.head_dim):
+            for i in range(0, pages.head_dim, 16):
+                widen_e3m4(at + row + i, factor, offset + i * 4, out + (row + i) * 4)
+    elif kind == E4M3:
         factor = byte_scale(scale_at, kind)
         for row in range(0, size, pages.head_dim):
             for i in range(0, pages.head_dim, 16):

@@ -370,23 +370,32 @@ def _halves(builder, bits):
     return [builder.fpext(_half(builder, halves, first, 8), V8F) for first in (0, 8)]
 
 
-def finite_e4m3(builder, data):
-    """2^-8 of each number: moved into the bits of an fp16 it is that, subnormal or not, and the
-    processor widens fp16 without the penalty that fp32 subnormals have.
+def _by_shift(mantissa_bits):
+    """How sixteen fp8 bytes with so many bits of mantissa become floats: as they are, and with 0x7F
+    and 0xFF as NaN. Moved into the bits of an fp16 a number is 2^-12 (four bits) or 2^-8 (three) of
+    itself, subnormal or not, and the processor widens fp16 without the penalty that fp32
+    subnormals have.
     """
-    return _halves(builder, _e4m3_as_fp16(builder, data))
+    by = 10 - mantissa_bits
+    all_ones = 0x7F << by
+
+    def as_fp16(builder, data):
+        bits = builder.shl(builder.sext(data, V16H), ir.Constant(V16H, [by] * 16))
+        return builder.and_(bits, ir.Constant(V16H, [all_ones - 0x8000] * 16))
+
+    def finite(builder, data):
+        return _halves(builder, as_fp16(builder, data))
+
+    def any_number(builder, data):
+        bits, ones = as_fp16(builder, data), ir.Constant(V16H, [all_ones] * 16)
+        is_nan = builder.icmp_signed("==", builder.and_(bits, ones), ones)
+        return _halves(builder, builder.or_(bits, builder.sext(is_nan, V16H)))
+
+    return finite, any_number
 
 
-def _e4m3_as_fp16(builder, data):
-    bits = builder.shl(builder.sext(data, V16H), ir.Constant(V16H, [7] * 16))
-    return builder.and_(bits, ir.Constant(V16H, [0xBFFF - 0x10000] * 16))
-
-
-def _from_e4m3(builder, data):
-    """The same, and 0x7F and 0xFF are NaN."""
-    bits, all_ones = _e4m3_as_fp16(builder, data), ir.Constant(V16H, [0x3F80] * 16)
-    is_nan = builder.icmp_signed("==", builder.and_(bits, all_ones), all_ones)
-    return _halves(builder, builder.or_(bits, builder.sext(is_nan, V16H)))
+finite_e3m4, _from_e3m4 = _by_shift(4)
+finite_e4m3, _from_e4m3 = _by_shift(3)
 
 
 def from_e5m2(builder, data):
@@ -408,6 +417,8 @@ def _from_int8(builder, data):
         yield builder.select(is_nan, constant(V8F, float("nan")), number)
 
 
+widen_e3m4 = _widening(_from_e3m4)
+"""`scale` is 4096 times the block's."""
 widen_e4m3 = _widening(_from_e4m3)
 """`scale` is 256 times the block's."""
 widen_e5m2 = _widening(from_e5m2)
@@ -500,7 +511,7 @@ def _storing_fp8(mantissa_bits, bias, largest_bits):
             # below: a whole number of smallest steps, rounded by adding 1.5 * 2^23
             factor, magic = constant(V8F, steps_per_one), constant(V8F, MAGIC)
             steps = call_fma(builder, builder.bitcast(size, V8F), factor, magic)
-            subnormal = builder.and_(builder.bitcast(steps, V8I), constant(V8I, 0xF))
+            subnormal = builder.and_(builder.bitcast(steps, V8I), constant(V8I, 0x1F))
             is_small = builder.icmp_unsigned("<", size, constant(V8I, smallest_bits))
             code = builder.or_(builder.select(is_small, subnormal, normal), sign)
             code = builder.select(is_bad, constant(V8I, 0x7F), code)
@@ -517,6 +528,7 @@ def _put_bytes(builder, at, codes, count):
     builder.store(builder.trunc(codes, byte), _pointer(builder, at, byte), align=1)
 
 
+store_e3m4 = _storing_fp8(4, 3, 0x41F00000)  # 30
 store_e4m3 = _storing_fp8(3, 7, 0x43E00000)  # 448
 store_e5m2 = _storing_fp8(2, 15, 0x47600000)  # 57344
 

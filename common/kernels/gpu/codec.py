@@ -15,15 +15,18 @@ from common.pages import PageLayout
 
 MAGIC = tl.constexpr(12582912.0)
 """1.5 * 2^23: added to a small float, it leaves the nearest integer in the low mantissa bits."""
-E4M3, E5M2, INT8, INT4 = (tl.constexpr(kind) for kind in (2, 3, 4, 5))
+E3M4, E4M3, E5M2, INT8, INT4 = (tl.constexpr(kind) for kind in (2, 3, 4, 5, 6))
 
 
 @triton.jit
 def encode_fp8(x, KIND: tl.constexpr):
     """Bytes of x [..] fp32: nearest, ties to even, saturating; not finite becomes NaN."""
-    mantissa: tl.constexpr = 3 if KIND == E4M3 else 2
-    bias: tl.constexpr = 7 if KIND == E4M3 else 15
-    most: tl.constexpr = 0x43E00000 if KIND == E4M3 else 0x47600000
+    mantissa: tl.constexpr = 4 if KIND == E3M4 else (3 if KIND == E4M3 else 2)
+    bias: tl.constexpr = 3 if KIND == E3M4 else (7 if KIND == E4M3 else 15)
+    # 30, 448 and 57344
+    most: tl.constexpr = (
+        0x41F00000 if KIND == E3M4 else (0x43E00000 if KIND == E4M3 else 0x47600000)
+    )
     dropped: tl.constexpr = 23 - mantissa
     bits = x.to(tl.uint32, bitcast=True)
     size = bits & 0x7FFFFFFF
@@ -33,7 +36,7 @@ def encode_fp8(x, KIND: tl.constexpr):
     normal = ((size + half + ((size >> dropped) & 1)) >> dropped) - ((127 - bias) << mantissa)
     per_one: tl.constexpr = 1 << (bias - 1 + mantissa)
     steps = size.to(tl.float32, bitcast=True) * per_one + MAGIC
-    subnormal = steps.to(tl.uint32, bitcast=True) & 0xF
+    subnormal = steps.to(tl.uint32, bitcast=True) & 0x1F
     code = tl.where(size < ((128 - bias) << 23), subnormal, normal)
     code = tl.where(is_bad, 0x7F, code | ((bits >> 24) & 0x80))
     return code.to(tl.uint8)
@@ -42,9 +45,10 @@ def encode_fp8(x, KIND: tl.constexpr):
 @triton.jit
 def scale_code(amax, KIND: tl.constexpr):
     """E8M0 code of the smallest power of two s with amax / s <= the largest fp8 number."""
-    exponent: tl.constexpr = 8 if KIND == E4M3 else 15
+    exponent: tl.constexpr = 4 if KIND == E3M4 else (8 if KIND == E4M3 else 15)
+    mantissa: tl.constexpr = 0x700000 if KIND == E3M4 else 0x600000
     bits = amax.to(tl.int32, bitcast=True)
-    code = (bits >> 23) - exponent + ((bits & 0x7FFFFF) > 0x600000).to(tl.int32)
+    code = (bits >> 23) - exponent + ((bits & 0x7FFFFF) > mantissa).to(tl.int32)
     code = tl.minimum(tl.maximum(code, 1), 237)
     return tl.where(bits == 0, 127, code)
 
@@ -181,12 +185,15 @@ def store_exact(page, at, values, mask, KIND: tl.constexpr):
 
 
 @triton.jit
-def decode_e4m3(data):
-    """fp32 of e4m3 bytes; 0x7F and 0xFF are NaN."""
+def decode_fp8(data, KIND: tl.constexpr):
+    """fp32 of e3m4 or e4m3 bytes; 0x7F and 0xFF are NaN."""
+    mantissa: tl.constexpr = 4 if KIND == E3M4 else 3
+    bias: tl.constexpr = 3 if KIND == E3M4 else 7
+    smallest: tl.constexpr = 0.015625 if KIND == E3M4 else 0.001953125
     bits = data.to(tl.uint32)
     size = bits & 0x7F
-    normal = ((size << 20) + (120 << 23)).to(tl.float32, bitcast=True)
-    value = tl.where(size < 8, size.to(tl.float32) * 0.001953125, normal)
+    normal = ((size << (23 - mantissa)) + ((127 - bias) << 23)).to(tl.float32, bitcast=True)
+    value = tl.where(size < (1 << mantissa), size.to(tl.float32) * smallest, normal)
     value = tl.where(size == 0x7F, float("nan"), value)
     return tl.where(bits >= 0x80, -value, value)
 
@@ -253,11 +260,11 @@ def load_packed(
         else:
             code = tl.load(page + scale_at, mask=is_there, other=0).to(tl.int32)
             scale = (code << 23).to(tl.float32, bitcast=True)
-            if KIND == E4M3:
-                return decode_e4m3(data) * scale + offset
-            else:
+            if KIND == E5M2:
                 half = (data.to(tl.uint16) << 8).to(tl.float16, bitcast=True)
                 return half.to(tl.float32) * scale + offset
+            else:
+                return decode_fp8(data, KIND) * scale + offset
 
 
 def page_arguments(
