@@ -168,7 +168,7 @@ class Puller:
             raise pull.error
 
     def _shared(self, request: GenerateRequest, link: Link) -> GenerateRequest:
-        """Without what the prefill worker may know from another hand-off; it asks if it does not."""
+        """Without what the prefill worker may know from another hand-off; else it asks."""
         if not link.shares_parameters or not is_large(request.sampling):
             return request
         key, _ = self._links.shared_keys.hold(request.sampling)

@@ -39,7 +39,7 @@ _U64 = np.uint64
 
 @dataclass(slots=True, weakref_slot=True, eq=False)
 class Bias:
-    """A request's bias on the device, shared by all outputs whose parameters are the same object."""
+    """A bias on the device, shared by all outputs whose parameters are the same object."""
 
     given: tuple[tuple[int, float], ...]
     ids: Tensor
