@@ -76,6 +76,10 @@ MAX_LEXER_STATES = 50_000
 MAX_MESSAGE_BYTES = 16 * MIB
 MAX_MESSAGE_ITEMS = 400_000
 MAX_ID_CHARS = 256
+SHARED_FROM_IDS = 64
+SHARED_FROM_CHARS = 1024
+"""Larger parameters are sent once for all prompts of a call."""
+MAX_SHARED_BYTES = 256 * MIB
 MAX_WIRE_SALT_CHARS = 1024
 MAX_WIRE_OUTPUTS = 1024
 MAX_WIRE_LOGPROBS = 100
@@ -227,6 +231,12 @@ LIMITS: tuple[tuple[str, tuple[Limit, ...]], ...] = (
                 "characters of an id or a client's name", _count(MAX_ID_CHARS), "refused", WORKER
             ),
             Limit("characters of a salt", _count(MAX_WIRE_SALT_CHARS), "refused", WORKER),
+            Limit(
+                "parameters that requests under way share, in a worker",
+                _size(MAX_SHARED_BYTES),
+                "429",
+                "common/shared_params.py",
+            ),
             Limit("outputs of a request", _count(MAX_WIRE_OUTPUTS), "refused", WORKER),
         ),
     ),

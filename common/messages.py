@@ -3,10 +3,12 @@ int32 bytes.
 
     router  --Watch-->   worker          Watch, then WorkerState whenever it changes
     router  --SelfTest-> worker          SelfTest  ->  <-  SelfTestDone
-    router  <-Session->  decode worker   -> Hello, Submit, Route, Cancel, ChunkBudget
+    router  <-Session->  decode worker   -> Hello, ShareParams, Submit, Route, Cancel,
+                                            UnshareParams, ChunkBudget
                                          <- Admitted, PrefillDone, TokenBatch, Failed
-    decode  <-Handoff->  prefill worker  -> HandoffRequest, PagesTaken, half-close
-                                         <- PagesReady, FirstTokens, Working
+    decode  <-Handoff->  prefill worker  -> HandoffRequest, ShareParams, PagesTaken,
+                                            half-close
+                                         <- WantParams, PagesReady, FirstTokens, Working
     decode  --Link-->    prefill worker  LinkRequest  ->  <-  LinkReply
 
 KV pages never travel here: pages are named here and moved by NIXL.
@@ -64,6 +66,8 @@ class GenerateRequest:
     """Time since the router first saw the request; older ones are evicted last."""
     client: str = ""
     """Whose request it is, as the router knows by the API key: waiting is fair between clients."""
+    shared: str = ""
+    """Not empty: bias, bad words and grammar are those of the `ShareParams` with this key."""
 
 
 # --- Watch -------------------------------------------------------------------------------------
@@ -116,6 +120,8 @@ class WorkerState:
     """None until enough steps were measured."""
     handoff_s: float = 0.0
     """At a decode worker: what a hand-off adds to the time to first token, measured."""
+    shares_parameters: bool = False
+    """Whether it understands `ShareParams`."""
     unhealthy: str = ""
     """Why the worker wants no requests although it answers; empty when it is well."""
     heartbeat_s: float = 0.0
@@ -177,6 +183,28 @@ class Hello:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Submit:
     request: GenerateRequest
+
+
+@wire_message
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShareParams:
+    """Parameters that several requests share, told before the first of them (in a session), or when
+    a prefill worker wants them. Bias is columns: int32 ids, float64 values.
+    """
+
+    key: str
+    bias_ids: bytes = b""
+    biases: bytes = b""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    grammar: str | None = None
+
+
+@wire_message
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnshareParams:
+    """No request under way, and none to come, uses these."""
+
+    key: str
 
 
 @wire_message
@@ -298,6 +326,16 @@ class HandoffRequest:
 
 @wire_message
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WantParams:
+    """The prefill worker does not know the parameters that the request shares; it goes on when a
+    ShareParams has come.
+    """
+
+    key: str
+
+
+@wire_message
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PagesReady:
     """Finished pages of consecutive blocks, from block `first_block` of the prompt on. Columns.
 
@@ -371,3 +409,4 @@ class LinkReply:
     heartbeat_s: float = 0.0
     """The sender says `Working` on every hand-off that asks for it, if this is not 0."""
     protocol: int = PROTOCOL_VERSION
+    shares_parameters: bool = False

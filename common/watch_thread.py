@@ -135,6 +135,9 @@ class WatchedDevice:
         with self._job(self._bounds.of_test()):
             return await self._device.land(moves)
 
+    async def prepare(self, grammar: str) -> None:
+        await self._device.prepare(grammar)  # not the device thread's: a step goes on beside it
+
     async def self_test(self, block_ids: tuple[BlockId, ...], tail: BlockId) -> None:
         with self._job(self._bounds.of_test()):
             await self._device.self_test(block_ids, tail)

@@ -79,6 +79,10 @@ class Device(Protocol):
         """Goes ahead of steps that wait."""
         ...
 
+    async def prepare(self, grammar: str) -> None:
+        """Compiles a grammar beside the steps, before a request that has it is in one."""
+        ...
+
     async def self_test(self, block_ids: tuple[BlockId, ...], tail: BlockId) -> None:
         """In these pages, between two steps. Raises InternalError when the numbers are wrong."""
         ...
@@ -234,6 +238,7 @@ class WatchService:
             chunk_tokens=load.chunk_tokens,
             step_times=load.step_times,
             handoff_s=load.handoff_s,
+            shares_parameters=True,
             unhealthy=self.fault,
             heartbeat_s=HEARTBEAT_S,
         )

@@ -18,6 +18,7 @@ from common.messages import PROTOCOL_VERSION, LinkReply, LinkRequest
 from common.pages import OFFSETS_FILE
 from common.rpc import Connect, Peer
 from common.scheduling.plan import PageKind
+from common.shared_params import SharedKeys
 from common.worker import Identity
 from common.worker_metrics import WorkerMetrics
 from decode_worker.peers import AllowedPeers
@@ -40,6 +41,8 @@ class Link:
     peer: Peer
     round_trip_s: float
     """Of a message to the prefill worker and back, when the link came up."""
+    shares_parameters: bool
+    """Whether it understands `ShareParams`."""
     heartbeat_s: float = 0.0
     """How often it says something while it computes; 0: not at all."""
 
@@ -87,6 +90,8 @@ class Links:
         self._allowed = allowed or AllowedPeers(None)
         self.on_slots_freed: Callable[[], None] = lambda: None
         self._links: dict[str, Link] = {}
+        self.shared_keys = SharedKeys(prefix=f"{identity.incarnation}:")
+        """Of parameters that hand-offs under way have in common."""
         self._peers: dict[str, Peer] = {}
         self._locks: dict[str, anyio.Lock] = {}
 
@@ -164,6 +169,7 @@ class Links:
             numeric_incarnation=reply.numeric_incarnation,
             peer=peer,
             round_trip_s=round_trip_s,
+            shares_parameters=reply.shares_parameters,
             heartbeat_s=reply.heartbeat_s,
         )
         await self._self_test(link, reply)

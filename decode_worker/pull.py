@@ -18,9 +18,18 @@ from anyio.abc import TaskGroup
 from common.clock import Clock
 from common.errors import MalformedMessage, PrefillLost, TandemError, WorkerLost
 from common.events import EventLog
-from common.messages import FirstTokens, HandoffRequest, PagesReady, PagesTaken, Working
+from common.messages import (
+    FirstTokens,
+    GenerateRequest,
+    HandoffRequest,
+    PagesReady,
+    PagesTaken,
+    WantParams,
+    Working,
+)
 from common.rpc import Stream
 from common.scheduling.plan import PageKind
+from common.shared_params import LargeParams, is_large, without_large
 from common.watch_thread import until_silent
 from common.watchdog import Silence
 from common.worker import Device
@@ -139,10 +148,13 @@ class Puller:
         )
         self._pulls.append(pull)
         self._metrics.handoffs.set(len(self._pulls))
+        request = self._shared(entry.request, link)
         stream = link.peer.open("Handoff")
         try:
-            await self._exchange(pull, stream)
+            await self._exchange(pull, stream, request)
         finally:
+            if request.shared:
+                self._links.shared_keys.release(entry.request.sampling)
             pull.destination.close()
             self._pulls.remove(pull)
             stream.cancel()
@@ -154,6 +166,13 @@ class Puller:
                 self._links.drop(link)
                 raise PrefillLost(pull.error.message)
             raise pull.error
+
+    def _shared(self, request: GenerateRequest, link: Link) -> GenerateRequest:
+        """Without what the prefill worker may know from another hand-off; else it asks."""
+        if not link.shares_parameters or not is_large(request.sampling):
+            return request
+        key, _ = self._links.shared_keys.hold(request.sampling)
+        return without_large(request, key)
 
     def _destination(self, entry: Entry, link: Link) -> HandoffDestination:
         first_block = entry.num_cached_tokens // self._block_size
@@ -167,14 +186,15 @@ class Puller:
 
     # --- the stream ----------------------------------------------------------------------------
 
-    async def _exchange(self, pull: _Pull, stream: Stream) -> None:
-        request = HandoffRequest(
-            request=pull.entry.request,
-            incarnation=pull.link.incarnation,
-            num_held_blocks=pull.destination.first_block,
-            heartbeat_s=pull.link.heartbeat_s,
+    async def _exchange(self, pull: _Pull, stream: Stream, request: GenerateRequest) -> None:
+        pull.outbox.append(
+            HandoffRequest(
+                request=request,
+                incarnation=pull.link.incarnation,
+                num_held_blocks=pull.destination.first_block,
+                heartbeat_s=pull.link.heartbeat_s,
+            )
         )
-        pull.outbox.append(request)
         async with anyio.create_task_group() as group:
             group.start_soon(self._receive, pull, stream)
             group.start_soon(self._listen, pull)
@@ -230,6 +250,10 @@ class Puller:
                     self._on(pull, message)
                 case FirstTokens():
                     self._first_tokens(pull, message)
+                case WantParams(key=key):
+                    large = LargeParams.of(pull.entry.request.sampling)
+                    pull.outbox.append(large.message(key))
+                    pull.wake.set()
                 case _:
                     nonsense = MalformedMessage(f"{type(message).__name__} in a hand-off")
                     self._on(pull, StreamEnded(error=nonsense))

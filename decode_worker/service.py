@@ -11,13 +11,16 @@ is in `pull.py`.
 """
 
 import asyncio
+import contextlib
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import anyio
+import numpy as np
 from anyio.abc import TaskGroup
+from numpy.typing import NDArray
 
 from common.clock import Clock
 from common.errors import (
@@ -40,8 +43,10 @@ from common.messages import (
     Hello,
     PrefillDone,
     Route,
+    ShareParams,
     Submit,
     TokenBatch,
+    UnshareParams,
 )
 from common.request_checks import checked_tokens
 from common.rpc import Handler, Stream
@@ -52,6 +57,7 @@ from common.self_check import SelfCheck
 from common.types import RequestId
 from common.worker import Device, HashRoots, Identity, Load, WatchService
 from common.worker_metrics import WorkerMetrics
+from decode_worker.arrivals import Arrivals
 from decode_worker.entries import Facts
 from decode_worker.pull import Puller
 from decode_worker.scheduler import MAX_IN_FLIGHT, BatchScheduler
@@ -65,6 +71,7 @@ MAX_OUTBOX = 4096
 @dataclass(slots=True, eq=False)
 class _Session:
     router_id: str
+    arrivals: Arrivals
     stop: Callable[[], None] = lambda: None
     outbox: deque[object] = field(default_factory=deque)
     wake: asyncio.Event = field(default_factory=asyncio.Event)
@@ -334,7 +341,8 @@ class DecodeService:
             )
         if hello.incarnation != self._identity.incarnation:
             raise NotReady("this worker was restarted: watch it anew")
-        session = _Session(router_id=hello.router_id)
+        arrivals = Arrivals(self._identity.vocab_size, self._device.prepare)
+        session = _Session(router_id=hello.router_id, arrivals=arrivals)
         self._sessions.add(session)
         try:
             async with anyio.create_task_group() as group:
@@ -378,7 +386,13 @@ class DecodeService:
                 case None:
                     return
                 case Submit(request=request):
-                    self._submit(session, request)
+                    self._submit(session, request, group)
+                case ShareParams():
+                    session.arrivals.shared.put(message)
+                case UnshareParams(key=key):
+                    session.arrivals.shared.drop(key)
+                case Cancel(request_id=request_id) if request_id in session.arrivals:
+                    session.arrivals.cancel(request_id)
                 case Route() if message.request_id in session.request_ids:
                     self._route(message, group)
                 case Cancel(request_id=request_id, output_index=index) if (
@@ -404,21 +418,42 @@ class DecodeService:
         self._scheduler.set_chunk_budget(min(budgets, default=None))
         self.watch.changed()
 
-    def _submit(self, session: _Session, request: GenerateRequest) -> None:
+    def _submit(self, session: _Session, request: GenerateRequest, group: TaskGroup) -> None:
+        with self._telling(session, request.request_id):
+            token_ids = checked_tokens(request, self._identity.vocab_size)
+            request = session.arrivals.whole(request)
+            if request.sampling.grammar is None:
+                self._add(session, request, token_ids)
+            elif request.request_id in session.arrivals:
+                raise MalformedMessage(f"request {request.request_id} is here already")
+            else:
+                group.start_soon(self._prepare, session, request, token_ids)
+
+    async def _prepare(
+        self, session: _Session, request: GenerateRequest, token_ids: NDArray[np.int32]
+    ) -> None:
+        if await session.arrivals.prepared(request):
+            with self._telling(session, request.request_id):
+                self._add(session, request, token_ids)
+
+    @contextlib.contextmanager
+    def _telling(self, session: _Session, request_id: RequestId) -> Iterator[None]:
+        """The router hears why a request cannot be taken."""
         try:
-            self._add(session, request)
+            yield
         except TandemError as error:
             self._metrics.errors.labels(error.code).inc()
-            session.put(Failed.of(request.request_id, error))
+            session.put(Failed.of(request_id, error))
 
-    def _add(self, session: _Session, request: GenerateRequest) -> None:
+    def _add(
+        self, session: _Session, request: GenerateRequest, token_ids: NDArray[np.int32]
+    ) -> None:
         if self.watch.is_draining:
             raise Draining("this decode worker is draining")
         if self.watch.fault:
             raise DecodeLost(f"this decode worker hangs: {self.watch.fault}")
         if request.request_id in self._requests:
             raise MalformedMessage(f"request {request.request_id} is here already")
-        token_ids = checked_tokens(request, self._identity.vocab_size)
         chain = HashChain(self._roots.root(request.cache_salt), self._identity.block_size)
         chain.extend(token_ids)
         now = self._clock.now()

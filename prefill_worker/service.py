@@ -12,10 +12,12 @@ import logging
 import math
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import anyio
+import numpy as np
+from numpy.typing import NDArray
 
 from common.clock import Clock
 from common.errors import (
@@ -42,6 +44,7 @@ from common.scheduling.kv_cache import KvCache
 from common.scheduling.plan import StepPlan
 from common.scheduling.prompt_queue import Prompt, shareable
 from common.self_check import SelfCheck
+from common.shared_params import joined
 from common.types import OutputKey
 from common.worker import HEARTBEAT_S, Device, HashRoots, Identity, Load, WatchService
 from common.worker_metrics import WorkerMetrics
@@ -63,6 +66,7 @@ from kvtransfer.source import (
 from kvtransfer.transport import Transport
 from prefill_worker.scheduler import ChunkComputed, PrefillScheduler, PromptComputed, PromptFailed
 from prefill_worker.scheduler import Fact as SchedulerFact
+from prefill_worker.wanted_params import WantedParams
 
 log = logging.getLogger(__name__)
 
@@ -111,6 +115,7 @@ class PrefillService:
         self._metrics = metrics
         self._events = events
         self._handoff_stall_s = handoff_stall_s
+        self._wanted_params = WantedParams(identity.vocab_size, handoff_stall_s)
         self._roots = HashRoots(identity.model_fingerprint, identity.block_size)
         self._handoffs: dict[OutputKey, _Handoff] = {}
         self._wake = asyncio.Event()
@@ -253,7 +258,21 @@ class PrefillService:
             raise PrefillLost(f"this prefill worker hangs: {self.watch.fault}")
         if message.incarnation != self._identity.incarnation:
             raise PrefillLost("the prefill worker was restarted")
-        handoff = self._begin(message)
+        token_ids = checked_tokens(message.request, self._identity.vocab_size)
+        key = message.request.shared
+        if not key:
+            await self._compute(message, token_ids, stream)
+            return
+        async with self._wanted_params.of(key, stream) as params:
+            whole = replace(message, request=joined(message.request, params))
+            await self._compute(whole, token_ids, stream)
+
+    async def _compute(
+        self, message: HandoffRequest, token_ids: NDArray[np.int32], stream: Stream
+    ) -> None:
+        if message.request.sampling.grammar is not None:
+            await self._device.prepare(message.request.sampling.grammar)
+        handoff = self._begin(message, token_ids)
         try:
             await self._exchange(handoff, stream)
         except TandemError as error:
@@ -268,13 +287,12 @@ class PrefillService:
             self._woken()
             self._changed()
 
-    def _begin(self, message: HandoffRequest) -> _Handoff:
+    def _begin(self, message: HandoffRequest, token_ids: NDArray[np.int32]) -> _Handoff:
         """Puts the prompt in line. Raises when it can never be computed here."""
         request = message.request
         self._num_handoffs += 1
         # numbered, since a retry may come before its first try is forgotten
         key = f"{request.request_id}#{self._num_handoffs}"
-        token_ids = checked_tokens(request, self._identity.vocab_size)
         if not 0 <= message.num_held_blocks <= (len(token_ids) - 1) // self._identity.block_size:
             raise MalformedMessage("num_held_blocks is out of range")
         chain = HashChain(self._roots.root(request.cache_salt), self._identity.block_size)
@@ -393,6 +411,7 @@ class PrefillService:
                 agent_name=address.agent_name,
                 agent_metadata=address.agent_metadata,
                 pages=address.pages,
+                shares_parameters=True,
                 heartbeat_s=HEARTBEAT_S,
             )
         )

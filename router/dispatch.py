@@ -114,7 +114,7 @@ class Dispatcher:
         if session is None:
             return None
         try:
-            session.submit(request, sink)
+            session.submit(request, sink, shares=worker.state.shares_parameters)
         except DecodeLost:
             return None
         context.fleet.place(worker)

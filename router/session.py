@@ -24,9 +24,11 @@ from common.messages import (
     Route,
     Submit,
     TokenBatch,
+    UnshareParams,
 )
 from common.rpc import Stream
-from common.types import FinishReason, PromptLogprobs, RequestId, TokenLogprobs
+from common.shared_params import LargeParams, SharedKeys, is_large, without_large
+from common.types import FinishReason, PromptLogprobs, RequestId, SamplingParams, TokenLogprobs
 
 
 class Sink(Protocol):
@@ -56,16 +58,39 @@ class Session:
         self._stream = stream
         self._address = address
         self._sinks: dict[RequestId, Sink] = {}
+        self._shared = SharedKeys()
+        self._sharing: dict[RequestId, SamplingParams] = {}
         self._outbox: asyncio.Queue[object] = asyncio.Queue()
         self._has_ended = False
 
-    def submit(self, request: GenerateRequest, sink: Sink) -> None:
-        """Raises DecodeLost when the session has ended."""
+    def submit(self, request: GenerateRequest, sink: Sink, *, shares: bool = False) -> None:
+        """`shares`: the worker understands shared parameters. Raises DecodeLost when the session
+        has ended.
+        """
         if self._has_ended:
             raise DecodeLost(f"decode worker {self._address} is gone")
         assert request.request_id not in self._sinks
         self._sinks[request.request_id] = sink
+        if shares and is_large(request.sampling):
+            request = self._share(request)
         self._outbox.put_nowait(Submit(request=request))
+
+    def _share(self, request: GenerateRequest) -> GenerateRequest:
+        """The worker is told once what requests have in common."""
+        sampling = request.sampling
+        key, is_new = self._shared.hold(sampling)
+        self._sharing[request.request_id] = sampling
+        if is_new:
+            self._outbox.put_nowait(LargeParams.of(sampling).message(key))
+        return without_large(request, key)
+
+    def _pop(self, request_id: RequestId) -> Sink | None:
+        sampling = self._sharing.pop(request_id, None)
+        if sampling is not None:
+            unused = self._shared.release(sampling)
+            if unused is not None:
+                self._outbox.put_nowait(UnshareParams(key=unused))
+        return self._sinks.pop(request_id, None)
 
     def route(self, request_id: RequestId, prefill: str | None, incarnation: str | None) -> None:
         if request_id in self._sinks:
@@ -75,7 +100,7 @@ class Session:
 
     def cancel(self, request_id: RequestId) -> None:
         """The request is not wanted any more. Harmless when it has ended."""
-        if self._sinks.pop(request_id, None) is not None:
+        if self._pop(request_id) is not None:
             self._outbox.put_nowait(Cancel(request_id=request_id))
 
     def cancel_output(self, request_id: RequestId, output_index: int) -> None:
@@ -89,7 +114,7 @@ class Session:
 
     def forget(self, request_id: RequestId) -> None:
         """The request has ended by itself: all its outputs have finished."""
-        self._sinks.pop(request_id, None)
+        self._pop(request_id)
 
     async def run(self, hello: Hello, on_end: Callable[[TandemError], None]) -> None:
         """Until the stream ends. Raises what ended it (a clean end is `DecodeLost` too).
@@ -143,7 +168,7 @@ class Session:
                 if request_id in sinks:
                     sinks[request_id].prefill_done(num_cached_tokens, message.prompt_logprobs)
             case Failed(request_id=request_id):
-                sink = sinks.pop(request_id, None)
+                sink = self._pop(request_id)
                 if sink is not None:
                     sink.failed(message.error(), at_prefill=message.at_prefill)
             case _:

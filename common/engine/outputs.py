@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from common.engine.sampler import Extras, SamplingRows
+from common.engine.sampler import Biases, Extras, SamplingRows
 from common.scheduling.plan import OutputStart, PrefillChunk
 from common.types import BlockId, OutputKey, SamplingParams, output_seed
 
@@ -54,6 +54,7 @@ class OutputTable:
         self._free = list(range(FIRST_ROWS - 1, -1, -1))
         self._prompts: dict[int, Prompt] = {}
         self._extras: dict[int, Extras] = {}
+        self._biases = Biases()
         self.tables = np.zeros((FIRST_ROWS, max_blocks), dtype=np.int32)
         self.num_blocks = np.zeros(FIRST_ROWS, dtype=np.int32)
         self.tail = np.full(FIRST_ROWS, NO_PAGE, dtype=np.int32)
@@ -110,7 +111,9 @@ class OutputTable:
         self.seed[row] = output_seed(sampling.seed, start.output_index)
         self.num_logprobs[row] = -1 if sampling.logprobs is None else sampling.logprobs
         prompt, output = tokens[: start.num_prompt_tokens], tokens[start.num_prompt_tokens :]
-        if extras := Extras.of(sampling, prompt, output, self._vocab_size, self._device):
+        if extras := Extras.of(
+            sampling, prompt, output, self._vocab_size, self._device, self._biases
+        ):
             self._extras[row] = extras
         if not start.block_ids:
             self._prompts[row] = Prompt(tokens, sampling, start.output_index)

@@ -6,6 +6,7 @@ nothing. It is one rank of a group of size 1.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -81,6 +82,8 @@ class Runner(Protocol):
     def land(self, moves: Sequence[LandingMove]) -> LandingResult: ...
 
     def self_test(self) -> float: ...
+
+    def prepare(self, grammar: str) -> Future[object]: ...
 
     def self_test_on(self, block_ids: tuple[BlockId, ...], tail: BlockId) -> None: ...
 
@@ -222,6 +225,10 @@ class ModelRunner:
                     for index, refusal in zip(which, found, strict=True):
                         refusals[index] = refusal
         return LandingResult(refusals=tuple(refusals))
+
+    def prepare(self, grammar: str) -> Future[object]:
+        """Compiles a grammar in a thread beside the device's. Callable from any thread."""
+        return self._grammars.prepare(grammar)
 
     def self_test(self) -> float:
         """Raise unless rows come out the same whatever stands beside them (to the bit where the

@@ -9,6 +9,7 @@ step of greedy rows costs one argmax.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
@@ -36,6 +37,42 @@ ALIGN = 16
 _U64 = np.uint64
 
 
+@dataclass(slots=True, weakref_slot=True, eq=False)
+class Bias:
+    """A bias on the device, shared by all outputs whose parameters are the same object."""
+
+    given: tuple[tuple[int, float], ...]
+    ids: Tensor
+    values: Tensor
+
+    @staticmethod
+    def of(given: tuple[tuple[int, float], ...], vocab_size: int, place: torch.device) -> "Bias":
+        within = [(i, b) for i, b in given if 0 <= i < vocab_size]
+        return Bias(
+            given,
+            sent(np.array([i for i, _ in within], dtype=np.int64), place),
+            sent(np.array([b for _, b in within], dtype=np.float32), place),
+        )
+
+
+class Biases:
+    """Those that outputs use now, by the identity of what the request holds."""
+
+    def __init__(self) -> None:
+        self._known: WeakValueDictionary[int, Bias] = WeakValueDictionary()
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def of(
+        self, given: tuple[tuple[int, float], ...], vocab_size: int, place: torch.device
+    ) -> Bias:
+        found = self._known.get(id(given))
+        if found is None:
+            found = self._known[id(given)] = Bias.of(given, vocab_size, place)
+        return found
+
+
 @dataclass(slots=True)
 class Extras:
     """What only some requests ask for: bias, bad words, minimum length, penalties. One per such
@@ -43,8 +80,7 @@ class Extras:
     """
 
     params: SamplingParams
-    bias_ids: Tensor
-    bias: Tensor
+    bias: Bias
     stop_ids: Tensor
     in_prompt: Tensor | None = None
     """[vocab] bool; kept only with a repetition penalty."""
@@ -61,6 +97,7 @@ class Extras:
         output: NDArray[np.int32],
         vocab_size: int,
         device: str,
+        biases: "Biases | None" = None,
     ) -> "Extras | None":
         """None for a request that asks for nothing of this kind."""
         has_penalties = bool(
@@ -74,11 +111,9 @@ class Extras:
         def ids(values: Sequence[int]) -> Tensor:
             return sent(np.array([v for v in values if 0 <= v < vocab_size], dtype=np.int64), place)
 
-        bias = [(i, b) for i, b in params.logit_bias if 0 <= i < vocab_size]
         extras = cls(
             params=params,
-            bias_ids=ids([i for i, _ in bias]),
-            bias=sent(np.array([b for _, b in bias], dtype=np.float32), place),
+            bias=(biases or Biases()).of(params.logit_bias, vocab_size, place),
             stop_ids=ids(params.stop_token_ids),
         )
         extras._remember(output.tolist())
@@ -101,8 +136,8 @@ class Extras:
             row[self.stop_ids] = -torch.inf
         if self.params.bad_words:
             self._ban(row)
-        if len(self.bias_ids):
-            row.index_add_(0, self.bias_ids, self.bias)
+        if len(self.bias.ids):
+            row.index_add_(0, self.bias.ids, self.bias.values)
         if self.output_counts is not None and self.in_prompt is not None:
             self._penalise(row, self.output_counts, self.in_prompt)
 

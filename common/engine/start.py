@@ -10,6 +10,7 @@ How many blocks fit a GPU is only known when its weights are loaded and a step h
 device.
 """
 
+import asyncio
 import logging
 import os
 from collections.abc import Callable, Sequence
@@ -90,6 +91,9 @@ class EngineDevice:
 
     async def land(self, moves: Sequence[LandingMove]) -> LandingResult:
         return await self._thread.run_first(self._runner.land, moves)
+
+    async def prepare(self, grammar: str) -> None:
+        await asyncio.wrap_future(self._runner.prepare(grammar))
 
     async def self_test(self, block_ids: tuple[BlockId, ...], tail: BlockId) -> None:
         await self._thread.run(self._runner.self_test_on, block_ids, tail)

@@ -119,6 +119,9 @@ class SteppedDevice:
         told.check()
         return result if self._step_times is None else replace(result, duration_s=step_s)
 
+    async def prepare(self, grammar: str) -> None:
+        """Nothing is compiled."""
+
     async def land(self, moves: Sequence[LandingMove]) -> LandingResult:
         await self.may_run.wait()
         await asyncio.sleep(0)
