@@ -115,7 +115,11 @@ class BatchScheduler:
 
     @property
     def num_queued_tokens(self) -> int:
-        return self._queue.num_queued_tokens + self._waiting.num_tokens
+        """Prompt tokens that are to be computed here. Where those of waiting requests will be is
+        not known yet, unless the worker is colocated.
+        """
+        waiting = self._waiting.num_tokens if self._is_colocated else 0
+        return self._queue.num_queued_tokens + waiting
 
     @property
     def num_decodes(self) -> int:
