@@ -108,7 +108,7 @@ class RouterConfig:
     )
     prefill_where: PrefillWhere = option(
         "auto: where the first token is predicted to come soonest, at a prefill worker or on the "
-        "decode worker; remote: always at a prefill worker, if there is one",
+        "decode worker; remote: always at a prefill worker, and without one requests are refused",
         default="auto",
     )
     max_waiting: int = option(

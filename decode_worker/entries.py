@@ -102,6 +102,8 @@ class Entry:
     outputs: list[Output] = field(default_factory=list)
     has_first_tokens: bool = False
     has_landed: bool = False
+    has_place: bool = True
+    """Its outputs count among those that run; not while its prompt is long under way."""
     num_pins: int = 0
     """Landings in flight that name the prompt's blocks."""
     dead_tables: list[BlockTable] = field(default_factory=list)

@@ -11,6 +11,11 @@ the lowest priority is evicted (`Preempted`: the router resubmits it with the to
 full blocks stay cached here). The oldest one of the highest priority is never evicted, so it ends;
 if only requests that are still being prefilled are younger, it waits for them.
 
+A request takes a place among `max_num_seqs` when it is admitted. One that waits for a prefill
+worker for longer than `PLACE_S` gives its place up, so that a prefill worker which hangs holds
+nobody else up; when its prompt is here after all, it runs as soon as there is a place again, before
+anybody new.
+
 `n` > 1: all outputs share the prompt's full blocks; each has its own open block.
 
 A second step may be planned while the first one runs, before its tokens are known (they are
@@ -48,6 +53,8 @@ from decode_worker.entries import Admission, Entry, Facts, Output, State
 from decode_worker.waiting import WaitingRequests
 
 MAX_IN_FLIGHT = 2
+PLACE_S = 2.0
+"""How long a prompt may be under way from a prefill worker before its place is another's."""
 
 
 @dataclass(slots=True, eq=False)
@@ -100,6 +107,11 @@ class BatchScheduler:
         self._pinned: list[Entry] = []
         self._drops: list[OutputKey] = []
         self._num_outputs = 0
+        self._num_without_place = 0
+        self._remote: dict[RequestId, tuple[float, Entry]] = {}
+        """Those that are computed elsewhere and still have their places, and since when."""
+        self._ready: dict[RequestId, Entry] = {}
+        """Those whose prompts are here, and whose places are another's."""
         self._num_context_tokens = 0
         self._arrivals = 0
         self._steps = 0
@@ -115,7 +127,11 @@ class BatchScheduler:
 
     @property
     def num_queued_tokens(self) -> int:
-        return self._queue.num_queued_tokens + self._waiting.num_tokens
+        """Prompt tokens that are to be computed here. Where those of waiting requests will be is
+        not known yet, unless the worker is colocated.
+        """
+        waiting = self._waiting.num_tokens if self._is_colocated else 0
+        return self._queue.num_queued_tokens + waiting
 
     @property
     def num_decodes(self) -> int:
@@ -169,11 +185,40 @@ class BatchScheduler:
         """Gives waiting requests their blocks, in the order of the line. One whose deadline has
         passed ends instead; the next `plan` tells.
         """
+        self._free_places(now)
         admitted = self._waiting.let_in(now, self._has_place, self._admit)
         return [self._admission(entry) for entry in admitted]
 
     def _has_place(self, entry: Entry) -> bool:
-        return self._num_outputs + entry.request.sampling.n <= self._max_num_seqs
+        return not self._ready and self._has_room(entry.request.sampling.n)
+
+    def _has_room(self, num_outputs: int) -> bool:
+        return self._num_outputs - self._num_without_place + num_outputs <= self._max_num_seqs
+
+    def place_freed_in(self, now: float) -> float | None:
+        """When somebody who waits should be looked at again, whatever happens; None: never."""
+        if not self._remote or not len(self._waiting):
+            return None
+        since, _ = next(iter(self._remote.values()))
+        return max(0.0, since + PLACE_S - now)
+
+    def _free_places(self, now: float) -> None:
+        while self._remote:
+            request_id, (since, entry) = next(iter(self._remote.items()))
+            if now - since < PLACE_S:
+                return
+            del self._remote[request_id]
+            entry.has_place = False
+            self._num_without_place += len(entry.outputs)
+
+    def _run_ready(self) -> None:
+        """The oldest first, as far as there are places."""
+        while self._ready:
+            request_id, entry = next(iter(self._ready.items()))
+            if not self._has_room(len(entry.outputs)):
+                return
+            del self._ready[request_id]
+            self._run(entry)
 
     def _admit(self, entry: Entry) -> bool:
         size = self._cache.block_size
@@ -259,9 +304,10 @@ class BatchScheduler:
         self._queue.begin_after(prompt, entry.num_cached_tokens)
         self._queue.add(prompt, entry.arrival)
 
-    def route_remote(self, request_id: RequestId) -> Entry:
+    def route_remote(self, request_id: RequestId, now: float) -> Entry:
         entry = self._entries[request_id]
         entry.move(State.REMOTE)
+        self._remote[request_id] = (now, entry)
         return entry
 
     def first_tokens(
@@ -328,18 +374,29 @@ class BatchScheduler:
             self._take(output, token_id, logprob, facts)
 
     def _run_if_ready(self, entry: Entry) -> None:
-        if (
+        if not (
             entry.has_first_tokens
             and entry.has_landed
             and entry.state in (State.REMOTE, State.LOCAL)
         ):
-            entry.move(State.RUNNING)
-            for output in entry.outputs:
-                if not output.has_ended:
-                    self._running[output.key] = output
-                    if not output.is_started:
-                        self._to_start[output.key] = output
-                    self._num_context_tokens += output.num_tokens
+            return
+        self._remote.pop(entry.request.request_id, None)
+        if entry.has_place or (not self._ready and self._has_room(len(entry.outputs))):
+            self._run(entry)
+        else:
+            self._ready[entry.request.request_id] = entry
+
+    def _run(self, entry: Entry) -> None:
+        if not entry.has_place:
+            entry.has_place = True
+            self._num_without_place -= len(entry.outputs)
+        entry.move(State.RUNNING)
+        for output in entry.outputs:
+            if not output.has_ended:
+                self._running[output.key] = output
+                if not output.is_started:
+                    self._to_start[output.key] = output
+                self._num_context_tokens += output.num_tokens
 
     # --- steps ---------------------------------------------------------------------------------
 
@@ -349,6 +406,7 @@ class BatchScheduler:
         """
         assert len(self._in_flight) < MAX_IN_FLIGHT
         facts = Facts()
+        self._run_ready()
         self._tell_expired(facts)
         if self._is_short and self._in_flight:
             return None, facts
@@ -474,7 +532,8 @@ class BatchScheduler:
             if self._in_flight:
                 self._is_short = True
                 return False
-            victim = max((o.entry for o in self._running.values()), key=lambda e: e.order)
+            running = (o.entry for o in self._running.values())
+            victim = max((*running, *self._ready.values()), key=lambda e: e.order)
             if victim is output.entry and self._is_oldest(victim):
                 return False
             self._end(victim, facts)
@@ -612,6 +671,8 @@ class BatchScheduler:
         entry.move(State.ENDED)
         del self._entries[request_id]
         self._holding.pop(request_id, None)
+        self._remote.pop(request_id, None)
+        self._ready.pop(request_id, None)
         facts.ended.append(request_id)
 
     def _drop(self, output: Output) -> None:
@@ -619,6 +680,7 @@ class BatchScheduler:
             self._num_context_tokens -= output.num_tokens
             self._to_start.pop(output.key, None)
         self._num_outputs -= 1
+        self._num_without_place -= not output.entry.has_place
         self._waiting.generated(output)
         if output.is_started or output.entry.state is State.LOCAL:
             self._drops.append(output.key)
@@ -640,6 +702,11 @@ class BatchScheduler:
         self._queue.check_invariants()
         entries = self._entries.values()
         assert self._num_outputs == sum(len(entry.outputs) for entry in entries)
+        without = [entry for entry in entries if not entry.has_place]
+        assert self._num_without_place == sum(len(entry.outputs) for entry in without)
+        assert all(entry.state is State.REMOTE for entry in without)
+        assert all(not entry.has_place for entry in self._ready.values())
+        assert self._num_outputs - self._num_without_place <= self._max_num_seqs
         self._waiting.check_invariants([e for e in entries if e.state is State.WAITING])
         assert self._holding == {
             key: e for key, e in self._entries.items() if e.state is not State.WAITING

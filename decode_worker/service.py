@@ -217,7 +217,8 @@ class DecodeService:
                     await self._finish(*under_way.popleft())
                 else:
                     self._wake.clear()
-                    await self._wake.wait()
+                    with anyio.move_on_after(self._scheduler.place_freed_in(self._clock.now())):
+                        await self._wake.wait()
         finally:
             for _, result in under_way:
                 result.cancel()
@@ -481,7 +482,7 @@ class DecodeService:
         request_id = route.request_id
         if not self._scheduler.is_waiting_for_route(request_id):
             return
-        entry = self._scheduler.route_remote(request_id)
+        entry = self._scheduler.route_remote(request_id, self._clock.now())
         assert route.prefill is not None
         try:
             with anyio.CancelScope() as scope:

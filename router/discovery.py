@@ -47,6 +47,9 @@ _SELF_TEST_S = 10.0
 LOST_SESSION = 1.0
 """Failures that a lost session counts as, however many requests it had."""
 
+LOCAL_AFTER_S = 5.0
+"""A fleet without prefill workers serves without them after that."""
+
 Resolve = Callable[[str, int], Awaitable[list[str]]]
 """Host and port to addresses that can be connected to."""
 
@@ -90,12 +93,14 @@ class Discovery:
         self._clock = clock or MonotonicClock()
         self._wanted: dict[str, set[str]] = {}
         self._watched: set[str] = set()
+        self._fleet_change = asyncio.Event()
         self._tests: dict[str, Callable[[Worker], None]] = {}
         """How to test the worker at an address, while it is watched."""
         fleet.on_opened = self._opened
 
     async def run(self) -> None:
         async with anyio.create_task_group() as group:
+            group.start_soon(self._follow_degradation)
             for entry, host, port in self._entries:
                 group.start_soon(self._follow_name, group, entry, host, port)
 
@@ -113,6 +118,31 @@ class Discovery:
                     self._watched.add(address)
                     group.start_soon(self._follow_address, address)
             await asyncio.sleep(self._refresh_s)
+
+    def _changed(self) -> None:
+        self._fleet_change.set()
+        self._dispatcher.fleet_changed()
+
+    async def _follow_degradation(self) -> None:
+        """Lets decode workers compute prompts when no prefill worker comes, and says so."""
+        was_degraded = False
+        while True:
+            self._fleet_change.clear()
+            if self._fleet.lacks_prefill() and not self._fleet.is_remote_only:
+                with anyio.move_on_after(LOCAL_AFTER_S):
+                    while self._fleet.lacks_prefill():
+                        await self._fleet_change.wait()
+                        self._fleet_change.clear()
+                if self._fleet.lacks_prefill():
+                    self._fleet.accept_local()
+                    self._dispatcher.fleet_changed()
+            if self._fleet.is_degraded() != was_degraded:
+                was_degraded = not was_degraded
+                if was_degraded:
+                    log.warning("no prefill worker: decode workers compute prompts themselves")
+                else:
+                    log.info("no longer without prefill workers that could be used")
+            await self._fleet_change.wait()
 
     def _is_wanted(self, address: str) -> bool:
         return any(address in addresses for addresses in self._wanted.values())
@@ -146,7 +176,7 @@ class Discovery:
             log.warning("lost %s %s: %s", worker.state.role, address, error.message)
         reason = error.message.rpartition(": ")[2][:100]
         self._fleet.refuse(address, f"cannot be reached: {reason}")
-        self._dispatcher.fleet_changed()
+        self._changed()
 
     async def _watch(self, peer: Peer, address: str) -> None:
         """A Watch stream and, for a decode worker, its sessions. Returns or raises when the stream
@@ -237,7 +267,7 @@ class Discovery:
         elif not was_linked:
             log.info("%s %s is back, incarnation %s", message.role, address, message.incarnation)
         self._interleave.observed(message)
-        self._dispatcher.fleet_changed()
+        self._changed()
         return worker
 
     async def _hold_session(self, peer: Peer, address: str, incarnation: str) -> None:
@@ -250,7 +280,7 @@ class Discovery:
             if worker is not None:
                 self._interleave.session_opened(worker.state, session.limit_chunks)
             self._fleet.session_up(address, incarnation)
-            self._dispatcher.fleet_changed()
+            self._changed()
             started_at = asyncio.get_running_loop().time()
             try:
                 await session.run(
@@ -287,7 +317,7 @@ class Discovery:
                 self._fleet.probe_ended(worker, has_passed=not fault)
             verdict = f"has failed its self-test: {fault}" if fault else "has passed its self-test"
             log.warning("%s %s %s", worker.state.role, worker.address, verdict)
-            self._dispatcher.fleet_changed()
+            self._changed()
 
     def _session_ended(self, address: str, incarnation: str, error: TandemError) -> None:
         self._dispatcher.session_closed(incarnation)

@@ -160,35 +160,42 @@ class Placement:
 
     def admitted(
         self, num_cached_tokens: int, avoid: Collection[str], *, needs_route: bool
-    ) -> None:
+    ) -> bool:
         """The decode worker has room, and has `num_cached_tokens` of the prompt. If it asks, it is
-        told where the rest is computed; with no prefill worker at hand that is itself.
+        told where the rest is computed; with no prefill worker at hand that is itself. False when
+        that is forbidden.
         """
         self._context.tally.hit("decode", num_cached_tokens)
         if not needs_route:
             self._begun(self._worker, num_cached_tokens)
-            return
+            return True
         choice = self._choose_prefill(num_cached_tokens, avoid)
         if choice.predicted_s is not None:
             self._prediction = (self._context.clock.now(), choice.predicted_s)
         request_id, prefill = self._request.request_id, choice.worker
         if prefill is None:
+            if self._context.fleet.is_remote_only:
+                return False
             self._begun(self._worker, num_cached_tokens)
             self._session.route(request_id, None, None)
-            return
+            return True
         self._prefill = self._routed = prefill
         self._context.fleet.place(prefill)
         held = self._demand.cached_tokens.get(prefill.order, 0)
         self._context.tally.hit("prefill", held)
         self._begun(prefill, held)
         self._session.route(request_id, prefill.address, prefill.state.incarnation)
+        return True
 
     def _choose_prefill(self, num_cached_tokens: int, avoid: Collection[str]) -> PrefillChoice:
         """With fresh loads and hits: the request may have waited for room since it was placed."""
         context = self._context
         cached = {**context.book.hits(self._hashes), self._worker.order: num_cached_tokens}
         self._demand = replace(self._demand, cached_tokens=cached)
-        candidates = context.fleet.prefill_workers(self._worker, self._demand.num_tokens, avoid)
+        num_tokens = self._demand.num_tokens
+        candidates = context.fleet.prefill_workers(self._worker, num_tokens, avoid)
+        if not candidates and context.fleet.is_remote_only:
+            candidates = context.fleet.prefill_workers(self._worker, num_tokens)
         return context.policy.choose_prefill(self._worker, candidates, self._demand)
 
     def _begun(self, worker: Worker, num_cached_tokens: int) -> None:

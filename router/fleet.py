@@ -8,8 +8,9 @@ one incarnation: when another process answers at the same address, the old entry
 its counts and hashes.
 
 Ready means: a colocated worker, or a decode worker and a prefill worker that store KV alike. A
-fleet that was ready and lost its prefill workers keeps serving, since decode workers can prefill by
-themselves, and says so.
+fleet that has lost its prefill workers, or never had any for a while (`accept_local`), serves all
+the same, since decode workers can prefill by themselves, and says that it is degraded; unless only
+prefill workers may compute prompts (`is_remote_only`).
 
 Workers that fail requests are taken out for a while (`failed`, `succeeded`; router/breaker.py), but
 at most half of those that decode: when most of them fail, they are hardly to blame.
@@ -90,7 +91,7 @@ class Expected:
 
 
 class Fleet:
-    def __init__(self, clock: Clock | None = None) -> None:
+    def __init__(self, clock: Clock | None = None, *, is_remote_only: bool = False) -> None:
         self.prefix_index = PrefixIndex()
         """By `Worker.order`."""
         self.on_opened: Callable[[Worker], None] = lambda worker: None
@@ -103,7 +104,8 @@ class Fleet:
         self._workers: dict[str, Worker] = {}
         self._refused: dict[str, str] = {}
         self._next_order = 0
-        self._was_ready = False
+        self.is_remote_only = is_remote_only
+        self._accepts_local = False
         self._cached_view: _View | None = None
 
     # --- facts from discovery ---------------------------------------------------------------------
@@ -242,7 +244,23 @@ class Fleet:
 
     def is_ready(self) -> bool:
         view = self._view()
-        return view.has_full_path or (self._was_ready and bool(view.decoding))
+        return view.has_full_path or self.is_degraded()
+
+    def is_degraded(self) -> bool:
+        """Decode workers compute all prompts, since nobody else does."""
+        view = self._view()
+        if self.is_remote_only or view.has_full_path or not view.decoding:
+            return False
+        return self._accepts_local
+
+    def lacks_prefill(self) -> bool:
+        """Decode workers wait for a prefill worker."""
+        view = self._view()
+        return bool(view.decoding) and not view.has_full_path and not self.is_degraded()
+
+    def accept_local(self) -> None:
+        """No prefill worker has come for long enough: decode workers may do without."""
+        self._accepts_local = True
 
     def reasons(self, *, with_workers: bool = True) -> list[str]:
         """What keeps the fleet from being whole: excluded or unreachable workers (how many, or
@@ -300,7 +318,7 @@ class Fleet:
         orders = [w.order for w in self._workers.values()]
         assert len(set(orders)) == len(orders)
         view = self._view()
-        assert view == _view(list(self._workers.values()))
+        assert view == _view(list(self._workers.values()), self.is_remote_only)
         for worker in view.decoding + view.prefilling:
             assert worker.is_linked
             assert view.excluded[worker.order] is None
@@ -309,11 +327,11 @@ class Fleet:
 
     def _changed(self) -> None:
         self._cached_view = None
-        self._was_ready = self._was_ready or self._view().has_full_path
+        self._accepts_local = self._accepts_local or self._view().has_full_path
 
     def _view(self) -> "_View":
         if self._cached_view is None:
-            self._cached_view = _view(list(self._workers.values()))
+            self._cached_view = _view(list(self._workers.values()), self.is_remote_only)
         return self._cached_view
 
 
@@ -329,7 +347,7 @@ class _View:
     has_full_path: bool
 
 
-def _view(workers: list[Worker]) -> _View:
+def _view(workers: list[Worker], is_remote_only: bool) -> _View:
     linked = sorted((w for w in workers if w.is_linked), key=lambda w: w.order)
     first_of: dict[str, Worker] = {}
     for worker in linked:
@@ -346,29 +364,37 @@ def _view(workers: list[Worker]) -> _View:
         w.order: _basic_fault(w, first_of[w.state.incarnation]) or _misfit(w, partners)
         for w in linked
     }
-    excluded |= _sick([w for w in linked if excluded[w.order] is None])
+    excluded |= _sick([w for w in linked if excluded[w.order] is None], is_remote_only)
     in_use = [w for w in linked if excluded[w.order] is None]
     decoding = [w for w in in_use if w.can_decode]
     prefilling = [w for w in in_use if not w.can_decode]
     identities = {w.kv_identity for w in prefilling}
+    alone = [w for w in decoding if not _has_full_path(w, identities)]
+    if is_remote_only:
+        excluded |= {w.order: "has no prefill worker, and may not do without" for w in alone}
+        decoding = [w for w in decoding if w not in alone]
     return _View(
         linked=linked,
         excluded=excluded,
         decoding=decoding,
         prefilling=prefilling,
         namings=tuple(sorted({n for w in in_use if (n := _naming(w.state)) is not None})),
-        has_full_path=any(
-            w.state.role is Role.COLOCATED or w.kv_identity in identities for w in decoding
-        ),
+        has_full_path=any(_has_full_path(w, identities) for w in decoding),
     )
 
 
-def _sick(workers: list[Worker]) -> dict[int, str | None]:
+def _has_full_path(worker: Worker, prefill_identities: set[tuple[str, str, int]]) -> bool:
+    return worker.state.role is Role.COLOCATED or worker.kv_identity in prefill_identities
+
+
+def _sick(workers: list[Worker], is_remote_only: bool) -> dict[int, str | None]:
     """Which of the workers that could be used have failed too often, and are not."""
     sick = [w for w in workers if w.breaker.state is not BreakerState.CLOSED]
     decoding = [w for w in sick if w.can_decode]
+    prefilling = [w for w in sick if not w.can_decode]
     num_decoding = sum(w.can_decode for w in workers)
-    out = [w for w in sick if not w.can_decode] + decoding[: num_decoding // 2]
+    out = decoding[: num_decoding // 2]
+    out += prefilling[: (len(workers) - num_decoding) // 2] if is_remote_only else prefilling
     return {w.order: f"has failed too often ({w.breaker.state})" for w in out}
 
 

@@ -24,6 +24,7 @@ from common.errors import (
     InternalError,
     NotReady,
     Preempted,
+    PrefillLost,
     TandemError,
 )
 from common.messages import GenerateRequest, pack_tokens
@@ -406,7 +407,10 @@ class _Leg:
         self._journey.admitted()
         if self._placement is not None:
             avoid = self._journey.avoid
-            self._placement.admitted(num_cached_tokens, avoid, needs_route=needs_route)
+            if not self._placement.admitted(num_cached_tokens, avoid, needs_route=needs_route):
+                self._has_failed = True
+                nobody = PrefillLost("there is no prefill worker, and --prefill-where is remote")
+                self._journey.leg_failed(self, nobody, at_prefill=False)
 
     def prefill_done(self, num_cached_tokens: int, prompt_logprobs: PromptLogprobs | None) -> None:
         if self._phase in (Phase.SUBMITTED, Phase.ADMITTED):

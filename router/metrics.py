@@ -165,6 +165,11 @@ class _FleetCollector:
         for (role, state), count in counts.items():
             workers.add_metric((role.value, state), count)
         yield workers
+        yield GaugeMetricFamily(
+            "tandem_router_degraded",
+            "1 while decode workers compute all prompts, since there is no prefill worker",
+            value=int(self._fleet.is_degraded()),
+        )
         yield _by_role(
             "tandem_router_worker_failures",
             "Failures of requests and sessions that were laid to a worker",

@@ -95,5 +95,5 @@ def blame(loss: Loss) -> Blame:
             return Blame(prefill=1.0)
         return Blame(decode=1.0, prefill=0.5 if loss.was_remote else 0.0)
     if isinstance(loss.error, _HANDOFF):
-        return Blame(decode=0.5, prefill=1.0) if loss.was_remote else Blame(decode=1.0)
+        return Blame(decode=0.5, prefill=1.0) if loss.was_remote else Blame()
     return Blame()

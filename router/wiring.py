@@ -116,12 +116,10 @@ def open_router(
         tokenizer = load_tokenizer(directory, template)
     draw_bits = random.SystemRandom().getrandbits
     clock = MonotonicClock()
-    fleet = Fleet(clock)
+    fleet = Fleet(clock, is_remote_only=config.prefill_where == "remote")
     admission = Admission(config.max_waiting)
     metrics = RouterMetrics(fleet, admission)
-    policy = Predicting(
-        always_remote=config.prefill_where == "remote", itl_target_s=config.itl_target
-    )
+    policy = Predicting(always_remote=fleet.is_remote_only, itl_target_s=config.itl_target)
     dispatcher = Dispatcher(fleet, policy, tally=metrics.routes, clock=clock)
     service = TextService(
         model_name=config.served_model_name or directory.resolve().name,

@@ -33,7 +33,7 @@ from common.worker import HashRoots, Load
 from decode_worker.chunk_limit import ChunkLimit
 from decode_worker.entries import Entry, Facts, Output, State
 from decode_worker.pull import HANDOFF_WEIGHT, expected_pages
-from decode_worker.scheduler import BatchScheduler
+from decode_worker.scheduler import PLACE_S, BatchScheduler
 from kvtransfer.destination import (
     Acknowledge,
     Action,
@@ -268,8 +268,15 @@ class DecodeHost(Host):
             self.scheduler.route_local(request_id)
             self._wake()
             return
-        entry = self.scheduler.route_remote(request_id)
+        entry = self.scheduler.route_remote(request_id, self.events.now)
+        self.events.send(self.events.now + PLACE_S, self._places_freed)
         self._pull(entry, source)
+
+    def _places_freed(self) -> None:
+        """A prompt under way for so long has no place any more: others may come in."""
+        if self.scheduler.place_freed_in(self.events.now) is not None:
+            self.settle()
+            self._wake()
 
     def cancel(self, request_id: RequestId) -> None:
         self.settle()

@@ -42,7 +42,7 @@ class Router:
     ) -> None:
         self.name = name
         self.workers = workers
-        self.fleet = RouterFleet()
+        self.fleet = RouterFleet(LoopClock())
         self.tally = RouteTally()
         self.dispatcher = Dispatcher(
             self.fleet, policy or Predicting(), tally=self.tally, clock=LoopClock()
@@ -55,6 +55,7 @@ class Router:
             connect=workers.network.connect_from(name),
             router_id=name,
             resolve=_as_named,
+            clock=LoopClock(),
         )
 
     async def ready(self) -> None:

@@ -142,9 +142,10 @@ class Router:
         name: str,
         addresses: tuple[str, ...] = ("p0:1", "p1:1", "d0:1", "d1:1"),
         policy: RoutingPolicy | None = None,
+        is_remote_only: bool = False,
     ) -> None:
         self.name = name
-        self.fleet = RouterFleet(LoopClock())
+        self.fleet = RouterFleet(LoopClock(), is_remote_only=is_remote_only)
         self.dispatcher = Dispatcher(self.fleet, policy or LeastLoaded(), clock=LoopClock())
         self._discovery = Discovery(
             addresses,

@@ -17,6 +17,7 @@ from common.errors import (
     TandemError,
 )
 from common.rpc import Stream
+from common.scheduling.step_time import StepTimes
 from common.types import Role, SamplingParams
 from router.breaker import FIRST_OPEN_S, Breaker, RetryBudget, State
 from router.recovery import (
@@ -387,5 +388,132 @@ def test_the_wait_for_a_worker_counts_from_the_latest_loss() -> None:
                 await flow.task
             waited_s = asyncio.get_running_loop().time() - started
             assert RECOVERY_S <= waited_s <= RECOVERY_S + 0.2
+
+    virtual(main)
+
+
+# --- T50 ------------------------------------------------------------------------------------------
+
+
+async def ready_after(router: Router, most_s: float) -> float:
+    loop = asyncio.get_running_loop()
+    began = loop.time()
+    while not router.fleet.is_ready() and loop.time() - began < most_s:  # noqa: ASYNC110
+        await asyncio.sleep(0.1)
+    return loop.time() - began
+
+
+def test_without_prefill_workers_decode_workers_do_it_after_a_short_wait(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO")
+    names = {"p0:1": Role.PREFILL, "d0:1": Role.DECODE}
+
+    async def main() -> None:
+        async with fleet(num_prefill=0, num_decode=0) as f:
+            f.add(Role.DECODE, "d0:1")
+            router = Router(f, "router", tuple(names))
+            f.group.start_soon(router.run)
+            assert 4.0 < await ready_after(router, 20.0) < 6.0
+            assert router.fleet.is_degraded()
+            assert router.fleet.reasons()[-1] == "no prefill worker is available"
+            assert await outcome_of(router, 1) == "right"
+            computed = f.workers["d0:1"].device.num_tokens_computed
+            assert computed == 40
+            f.add(Role.PREFILL, "p0:1")
+            await asyncio.sleep(3.0)
+            assert not router.fleet.is_degraded()
+            assert router.fleet.reasons() == []
+            assert await outcome_of(router, 2) == "right"
+            assert f.workers["d0:1"].device.num_tokens_computed == computed, "P computes again"
+            f.kill("p0:1")
+            await asyncio.sleep(0.5)
+            assert router.fleet.is_degraded()
+            assert await outcome_of(router, 3) == "right"
+
+    virtual(main)
+    said = [record.message for record in caplog.records if "prefill worker" in record.message]
+    assert [line.split(":")[0] for line in said if "lost" not in line and "found" not in line] == [
+        "no prefill worker",
+        "no longer without prefill workers that could be used",
+        "no prefill worker",
+    ]
+
+
+def test_remote_only_forbids_it() -> None:
+    names = {"p0:1": Role.PREFILL, "d0:1": Role.DECODE}
+
+    async def main() -> None:
+        async with fleet(num_prefill=0, num_decode=0) as f:
+            for address, role in names.items():
+                f.add(role, address)
+            router = Router(f, "router", tuple(names), is_remote_only=True)
+            f.group.start_soon(router.run)
+            await asyncio.sleep(1.0)
+            assert await outcome_of(router, 1) == "right"
+            f.kill("p0:1")
+            await asyncio.sleep(60.0)
+            assert not router.fleet.is_ready()
+            assert not router.fleet.is_degraded()
+            assert await outcome_of(router, 2) == "not_ready"
+            assert f.workers["d0:1"].device.num_tokens_computed == 0
+            f.add(Role.PREFILL, "p0:1")
+            assert await ready_after(router, 20.0) < 3.0
+            assert await outcome_of(router, 3) == "right"
+            assert f.workers["d0:1"].device.num_tokens_computed == 0
+            # lost under way: the request waits for another one
+            flow = Flow(router, max_tokens=20)
+            await asyncio.sleep(0.03)
+            f.kill("p0:1")
+            await asyncio.sleep(5.0)
+            f.add(Role.PREFILL, "p0:1")
+            assert await flow.is_right()
+            assert f.workers["d0:1"].device.num_tokens_computed == 0
+
+    virtual(main)
+
+
+def test_running_streams_keep_their_chunk_budget_when_prompts_come_to_them() -> None:
+    """A decode worker with streams gets long prompts since its prefill worker is gone: no step
+    carries more prompt tokens than the router allows, so no gap is longer than that.
+    """
+    times = StepTimes(
+        fixed_s=0.01, prefill_token_s=0.001, pair_s=0.0, decode_s=0.0005, context_token_s=0.0
+    )
+
+    async def main() -> None:
+        async with fleet(
+            num_prefill=0,
+            num_decode=0,
+            num_packed=1024,
+            step_times=times,
+            chunk_tokens=512,
+            is_chunk_auto=True,
+        ) as f:
+            router = await beside(f, {"p0:1": Role.PREFILL, "d0:1": Role.DECODE})
+            gaps: list[float] = []
+            streams = [Flow(router, max_tokens=400) for _ in range(4)]
+            await asyncio.sleep(2.0)
+            f.kill("p0:1")
+            scheduler = f.workers["d0:1"].scheduler
+            budgets = {scheduler.chunk_tokens}
+            prompts = [
+                asyncio.ensure_future(
+                    router.generate(prompt_of(900, seed=n), SamplingParams(max_tokens=2))
+                )
+                for n in range(4)
+            ]
+            loop = asyncio.get_running_loop()
+            while not all(prompt.done() for prompt in prompts):
+                before = loop.time(), f.workers["d0:1"].metric("output_tokens_total")
+                while f.workers["d0:1"].metric("output_tokens_total") == before[1]:  # noqa: ASYNC110
+                    await asyncio.sleep(0.005)
+                gaps.append(loop.time() - before[0])
+                budgets.add(scheduler.chunk_tokens)
+            assert f.workers["d0:1"].device.num_tokens_computed >= 4 * 900 - 200
+            assert max(budgets) < 512
+            assert max(gaps) < 0.01 + 0.001 * max(budgets) + 0.02
+            for stream in streams:
+                assert await stream.is_right()
 
     virtual(main)

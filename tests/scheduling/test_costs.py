@@ -62,7 +62,7 @@ def test_b144_requests_that_wait_for_pages_cost_no_step_anything() -> None:
             if admission.request_id in ("r0", "r1"):
                 s.route_local(admission.request_id)
             else:
-                s.route_remote(admission.request_id)
+                s.route_remote(admission.request_id, 0.0)
         while s.num_decodes < 2:
             step(s, 0.0)
         assert s.num_running == 2 + num_pulls

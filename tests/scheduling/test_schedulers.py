@@ -341,7 +341,7 @@ class BatchMachine(RuleBasedStateMachine):
         if local:
             self.s.route_local(request_id)
         else:
-            self.s.route_remote(request_id)
+            self.s.route_remote(request_id, self.now)
             self.remote.append(request_id)
 
     @precondition(lambda self: self.remote)
