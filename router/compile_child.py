@@ -30,13 +30,13 @@ PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 def run(tokenizer_path: str, vocab_size: int, eos_token_ids: list[int]) -> None:
-    os.nice(NICE)
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     tokenizer = LLTokenizer(tokenizer_path, n_vocab=vocab_size, eos_token=eos_token_ids)
     compiled(tokenizer, Job(kind="json", name="warm-up", source={"type": "object"}))
     limit = _address_space() + COMPILE_BYTES
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    os.nice(NICE)  # not before it has started: somebody may be waiting for it
     write_message(sys.stdout.buffer, b"{}")
     while (data := read_message(sys.stdin.buffer)) is not None:
         _limit_time()

@@ -7,7 +7,7 @@ from typing import IO, Any
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """`kind` is json, regex, choice or grammar; `name` the field to blame."""
+    """`kind` is json, regex, choice, grammar or structural_tag; `name` the field to blame."""
 
     kind: str
     name: str

@@ -5,13 +5,19 @@ process (router/compile_child.py), since what is written may need any amount of 
 import json
 from typing import Any
 
-from llguidance import LLMatcher, grammar_from
+from llguidance import LLMatcher, StructTag, grammar_from
 
 from common.errors import InvalidRequest
 from common.limits import MAX_GRAMMAR_CHARS
 from router.grammar_job import Job
 from router.regex_bounds import check_repeats
 from router.schema import Schema, prepared
+
+_AS_PYTHON_WRITES = {
+    "whitespace_flexible": False,
+    "item_separator": ", ",
+    "key_separator": ": ",
+}
 
 
 def grammar_of(job: Job) -> str:
@@ -40,18 +46,34 @@ def _converted(job: Job) -> str:
         return json_grammar(job.source, job.whitespace, param=job.name)
     if job.kind == "choice":
         return grammar_from("choice", json.dumps(job.source))
+    if job.kind == "structural_tag":
+        return _tags_grammar(job.source, job.name)
     check_repeats(job.source, job.name)
     return grammar_from("regex" if job.kind == "regex" else "grammar", job.source)
+
+
+def _tags_grammar(tags: list[dict[str, Any]], param: str) -> str:
+    return StructTag.to_grammar(
+        [
+            StructTag(
+                trigger=tag["trigger"],
+                begin=tag["begin"],
+                # the library reads its own key inside a schema; a client's own is gone by now
+                grammar=prepared(tag["schema"], param=param) | {"x-guidance": _AS_PYTHON_WRITES},
+                end=tag["end"],
+            )
+            for tag in tags
+        ],
+        assume_special=False,
+    )
 
 
 def json_grammar(schema: Schema, whitespace: str | None = None, *, param: str = "schema") -> str:
     """Text that is JSON of this schema, spaced as `json.dumps` does unless `whitespace` (a regular
     expression) is given.
     """
-    form: dict[str, Any]
-    if whitespace is None:
-        form = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-    else:
+    form: dict[str, Any] = _AS_PYTHON_WRITES
+    if whitespace is not None:
         check_repeats(whitespace, param)
         form = {"whitespace_pattern": whitespace}
     grammar: str = LLMatcher.grammar_from_json_schema(

@@ -15,9 +15,10 @@ from router.closed_objects import strict
 from router.fields import Fields
 from router.grammar_job import Job
 from router.json_body import is_within, parse_json, shortened
+from router.structural_tag import read_structural_tag
 
 _KINDS = ("json", "json_object", "regex", "choice", "grammar")
-_NOT_OFFERED = ("disable_any_whitespace", "disable_additional_properties", "structural_tag")
+_NOT_OFFERED = ("disable_any_whitespace", "disable_additional_properties")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,8 +81,12 @@ def _response_format(fields: Fields) -> Form | None:
         if isinstance(described, dict) and described.get("strict") is True:
             schema = strict(schema, "response_format.json_schema.schema")
         return _schema_form("response_format", schema)
+    if kind == "structural_tag":
+        tags = read_structural_tag(given, "response_format")
+        return Form(name="response_format", kind="structural_tag", source=tags)
     raise UnsupportedParameter(
-        f"response_format.type must be text, json_object or json_schema, got {shortened(kind)}",
+        "response_format.type must be text, json_object, json_schema or structural_tag, got "
+        f"{shortened(kind)}",
         param="response_format",
     )
 
@@ -95,6 +100,7 @@ def _structured_outputs(fields: Fields) -> Form | None:
     for name in _NOT_OFFERED:
         inner.unsupported(name, (False,))
     found = [_guided(inner, kind, kind, whitespace) for kind in _KINDS]
+    found.append(_tagged(inner))
     inner.finish()
     forms = [form for form in found if form is not None]
     if len(forms) > 1:
@@ -102,6 +108,19 @@ def _structured_outputs(fields: Fields) -> Form | None:
             "structured_outputs must name one constraint", param="structured_outputs"
         )
     return dataclasses.replace(forms[0], name="structured_outputs") if forms else None
+
+
+def _tagged(fields: Fields) -> Form | None:
+    """Written as JSON inside a text, as vLLM's clients do, or as it is."""
+    name = "structural_tag"
+    given = fields.take(name)
+    if given is None:
+        return None
+    if isinstance(given, str):
+        given = parse_json(given, name, param=name)
+    if not isinstance(given, dict):
+        raise fields.wrong(name, "must be an object", given)
+    return Form(name=name, kind=name, source=read_structural_tag(given, name))
 
 
 def _guided(fields: Fields, name: str, kind: str, whitespace: str | None = None) -> Form | None:

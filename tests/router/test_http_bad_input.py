@@ -260,7 +260,7 @@ def test_b36_stops_that_are_taken(stack: Stack, stop: Any) -> None:
     [
         {"suffix": "x"},
         {"n": 1, "best_of": 2},
-        {"response_format": {"type": "structural_tag"}},
+        {"response_format": {"type": "xml"}},
         {"typical_p": 0.5},
         {"allowed_token_ids": [5]},
     ],

@@ -2,6 +2,7 @@
 happens at the edges (calls that are cut, sent back, forced).
 """
 
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
+from llguidance import LLMatcher, LLTokenizer
 
 from common.errors import ConfigError, InvalidRequest
 from common.messages import unpack_tokens
@@ -251,6 +253,57 @@ def test_t32_a_schema_for_a_message(model_dir: Path, tokenizer: Tokenizer) -> No
             output_config={"format": {"type": "json_schema", "schema": 3}},
         )
         assert "output_config.format" in error_of(response)["message"]
+
+
+TAGGED = {
+    "type": "structural_tag",
+    "triggers": ["<f="],
+    "structures": [
+        {
+            "begin": "<f=get>",
+            "schema": {
+                "type": "object",
+                "properties": {"a": {"type": "integer", "x-guidance": {"lenient": True}}},
+                "required": ["a"],
+                "additionalProperties": False,
+            },
+            "end": "</f>",
+        }
+    ],
+}
+
+
+def follows(grammar: str, text: str, tokenizer: Tokenizer) -> bool:
+    """Whether the whole text may be an answer."""
+    matcher = LLMatcher(LLTokenizer(tokenizer._tokenizer.to_str()), grammar)
+    ids = tokenizer.encode_words(text)
+    return matcher.validate_tokens(ids) == len(ids)
+
+
+def test_t32_pieces_of_json_between_markers(stack: Stack, tokenizer: Tokenizer) -> None:
+    for fields in (
+        {"response_format": TAGGED},
+        {"structured_outputs": {"structural_tag": json.dumps(TAGGED)}},
+        {"structured_outputs": {"structural_tag": TAGGED}},
+    ):
+        response = stack.complete("Say it", max_tokens=2, **fields)
+        assert response.status_code == 200, response.text
+        grammar = submitted(stack).sampling.grammar
+        assert follows(grammar, 'Well <f=get>{"a": 1}</f> done', tokenizer)
+        assert follows(grammar, "no tag at all", tokenizer)
+        assert not follows(grammar, 'Well <f=get>{"b": 1}', tokenizer)
+        assert not follows(grammar, "Well <f=set>", tokenizer)
+    wrongs: list[dict[str, Any]] = [
+        {"triggers": ["<g="]},
+        {"triggers": [""]},
+        {"structures": []},
+        {"structures": [{"begin": "<f=x>"}]},
+        {"format": {"type": "tag"}},
+        {"more": 1},
+    ]
+    for wrong in wrongs:
+        error = error_of(stack.complete("Say it", response_format=TAGGED | wrong))
+        assert error["param"].startswith("response_format")
 
 
 # --- errors name what the client sent -------------------------------------------------------------
