@@ -4,7 +4,7 @@ BIN := .venv/bin
 ARGS ?=
 SETUP_ARGS ?=
 
-.PHONY: setup setup-test setup-clients serve test test-all bench bench-peers bench-table fuzz soak fmt check lock clean
+.PHONY: docs setup setup-test setup-clients serve test test-all bench bench-peers bench-table fuzz soak fmt check lock clean
 
 setup:
 	@command -v $(PYTHON) >/dev/null || { echo "setup: $(PYTHON) is not installed; on Debian: apt-get install python3 python3-venv" >&2; exit 2; }
@@ -79,6 +79,10 @@ check: setup-test
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+# The parts of docs/ that are made from the code.
+docs: setup
+	$(BIN)/python -m setup.write_docs
 
 lock:
 	setup/lock.sh

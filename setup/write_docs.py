@@ -1,0 +1,136 @@
+"""Writes the parts of docs/ that are made from the code; tests/test_docs.py compares.
+
+    .venv/bin/python -m setup.write_docs      (or: make docs)
+
+docs/options.md and docs/metrics.md are made whole. docs/api.md has two tables between marks.
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import Field
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+from prometheus_client.metrics import MetricWrapperBase
+from prometheus_client.registry import Collector
+
+from common import limits
+from common.config import COMMANDS, flag, option_fields, option_type
+from common.worker_metrics import WorkerMetrics
+from router import protocols
+from router.admission import Admission
+from router.fleet import Fleet
+from router.metrics import RouterMetrics
+
+DOCS = Path(__file__).resolve().parent.parent / "docs"
+MADE = "<!-- made by `make docs`; do not edit -->"
+
+
+def options() -> str:
+    lines = [
+        "# Options",
+        "",
+        MADE,
+        "",
+        "Every option can stand in a TOML file under its flag's name (`--config FILE`), in a table named like the command.",
+        "Flags win over the file, the file over the defaults. An unknown key is an error.",
+        "",
+    ]
+    for command, (_, text) in COMMANDS.items():
+        lines += [f"## tandem {command}", "", f"{text[:1].upper()}{text[1:]}.", ""]
+        lines += ["| option | default | |", "|---|---|---|"]
+        lines += [_row(command, entry) for entry in option_fields(command).values()]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _row(command: str, entry: Field[Any]) -> str:
+    about = entry.metadata
+    value = about.get("metavar") or "|".join(map(str, _choices(option_type(command, entry.name))))
+    name = f"`{flag(entry.name)} {value}`" if value else f"`{flag(entry.name)}`"
+    default = about.get("shown") or _shown(entry.default)
+    return f"| {_cell(name)} | {_cell(str(default))} | {_cell(about['help'])} |"
+
+
+def _choices(kind: Any) -> tuple[Any, ...]:
+    """The values of a Literal, None left out."""
+    if get_origin(kind) is Literal:
+        return get_args(kind)
+    return next((found for inner in get_args(kind) if (found := _choices(inner))), ())
+
+
+def _shown(default: Any) -> str:
+    if isinstance(default, bool):
+        return "on" if default else "off"
+    if isinstance(default, tuple):
+        return ",".join(map(str, default))
+    if isinstance(default, str | int | float):
+        return f"{default:g}" if isinstance(default, float) else str(default)
+    return "required"
+
+
+def metrics() -> str:
+    lines = [
+        "# Metrics",
+        "",
+        MADE,
+        "",
+        "Every process serves Prometheus metrics on a port of its own (`--metrics`; `/v1/fleet` names the workers'). Counters end in `_total`.",
+        "",
+    ]
+    for title, found in (
+        ("The router", RouterMetrics(Fleet(), Admission(1))),
+        ("Each worker", WorkerMetrics()),
+    ):
+        lines += [f"## {title}", "", "| metric | type | labels | what |", "|---|---|---|---|"]
+        lines += sorted(_rows(found))
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _rows(found: RouterMetrics | WorkerMetrics) -> Iterator[str]:
+    # each collector once, those with labels that nothing has been counted for included
+    for collector in found.registry._collector_to_names:
+        for name, kind, labels, text in _families(collector):
+            shown = f"{name}_total" if kind == "counter" else name
+            names = ", ".join(f"`{label}`" for label in labels)
+            yield f"| `{shown}` | {kind} | {names} | {_cell(text)} |"
+
+
+def _families(collector: Collector) -> Iterator[tuple[str, str, tuple[str, ...], str]]:
+    if isinstance(collector, MetricWrapperBase):
+        kind = str(collector._type)
+        yield collector._name, kind, tuple(collector._labelnames), collector._documentation
+        return
+    for family in collector.collect():
+        labels = tuple(getattr(family, "_labelnames", ()))
+        yield family.name, family.type, labels, family.documentation
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+def api(written: str) -> str:
+    """docs/api.md with its tables made anew."""
+    for mark, made in (("limits", limits.table()), ("protocols", protocols.table())):
+        pattern = re.compile(rf"(<!-- {mark}: [^\n]*-->\n).*?(\n<!-- end -->)", re.S)
+        place = pattern.search(written)
+        if place is None:
+            raise SystemExit(f"docs/api.md has no place for {mark}")
+        written = written[: place.end(1)] + made.strip() + written[place.start(2) :]
+    return written
+
+
+def pages() -> dict[Path, str]:
+    """What each page should be."""
+    return {
+        DOCS / "options.md": options(),
+        DOCS / "metrics.md": metrics(),
+        DOCS / "api.md": api((DOCS / "api.md").read_text()),
+    }
+
+
+if __name__ == "__main__":
+    for path, text in pages().items():
+        path.write_text(text)
