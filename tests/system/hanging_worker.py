@@ -1,9 +1,10 @@
-"""A worker of which one thread stops when it is told to, until the order is taken back.
+"""A worker of which one thread stops when it is told to, until the order is taken back; or whose
+weights are damaged while it serves.
 
     python -m tests.system.hanging_worker FOLDER prefill|decode OPTIONS
 
 A file `PID.device` or `PID.loop` in FOLDER stops the device's thread before its next step, or the
-event loop. Every other thread runs on, gRPC's too.
+event loop. Every other thread runs on, gRPC's too. `PID.sick` makes a weight of the last layer NaN.
 """
 
 import asyncio
@@ -38,10 +39,15 @@ def stop_loop(loop: asyncio.AbstractEventLoop, path: Path) -> None:
 
 def install(folder: Path) -> None:
     launch, enter = ModelRunner.launch, WatchThread.__enter__
-    device, loop = (folder / f"{os.getpid()}.{name}" for name in ("device", "loop"))
+    names = ("device", "loop", "sick")
+    device, loop, sick = (folder / f"{os.getpid()}.{name}" for name in names)
 
     def stopping_launch(self: ModelRunner, *arguments: Any) -> Any:
         wait_while(device)
+        if sick.exists():
+            sick.unlink()
+            # the last four: this layer's `down`, embedding, head, final norm
+            self._backend._weights._tensors[-4].view(-1)[7] = float("nan")  # type: ignore[attr-defined]
         return launch(self, *arguments)
 
     def stopping_enter(self: WatchThread) -> WatchThread:
