@@ -241,6 +241,8 @@ class Cancel:
 
     request_id: RequestId
     output_index: int | None = None
+    has_stopped: bool = False
+    """All that was asked for is there (the router found a stop string): this is no abort."""
 
 
 @wire_message

@@ -1,12 +1,16 @@
-"""A registry of metrics on a port of its own, in one thread with an event loop of its own: it
-answers while the process's own loop is busy, and a connection costs no thread.
+"""A registry of metrics, and what is wrong with the process, on a port of its own, in one thread
+with an event loop of its own: it answers while the process's own loop is busy or hangs, and a
+connection costs no thread.
 """
 
 import asyncio
 import contextlib
+import json
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
+from typing import Any
 
 import uvicorn
 from prometheus_client import CollectorRegistry, make_asgi_app
@@ -51,10 +55,36 @@ class MetricsServer:
         asyncio.run(self._server.serve([self._socket]))
 
 
-def serve_metrics(address: str, registry: CollectorRegistry) -> MetricsServer:
+Reason = Callable[[], str]
+"""Why the answer is 503; empty for 200."""
+
+
+class WithHealth:
+    """`/metrics` and, by path, whether all is well."""
+
+    def __init__(self, metrics: Any, health: Mapping[str, Reason]) -> None:
+        self._metrics = metrics
+        self._health = health
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        found = self._health.get(scope.get("path", ""))
+        if found is None:
+            await self._metrics(scope, receive, send)
+            return
+        reason = found()
+        shown = {"status": "not ok", "reason": reason} if reason else {"status": "ok"}
+        headers = [(b"content-type", b"application/json")]
+        status = 503 if reason else 200
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        await send({"type": "http.response.body", "body": json.dumps(shown).encode()})
+
+
+def serve_metrics(
+    address: str, registry: CollectorRegistry, health: Mapping[str, Reason] = MappingProxyType({})
+) -> MetricsServer:
     """Raises ConfigError when the address cannot be had."""
     config = uvicorn.Config(
-        make_asgi_app(registry),
+        WithHealth(make_asgi_app(registry), health),
         http=_Protocol,
         ws="none",
         lifespan="off",

@@ -35,6 +35,7 @@ class WatchThread:
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._phase = "it is starting"
         self.fault = ""
         """What is wrong now; may be read by any thread."""
         self._on_fault: Callable[[str], None] = lambda fault: None
@@ -69,10 +70,20 @@ class WatchThread:
         and with "" when that has passed.
         """
         self._on_fault = on_fault
-        self._watchdog.serves()
+        self._phase = ""
+        with self._lock:
+            self._watchdog.serves()
+
+    @property
+    def not_ready(self) -> str:
+        return self.fault or self._phase
+
+    def drains(self) -> None:
+        self._phase = "it is draining"
 
     def _run(self) -> None:
-        while not self._closing.wait(LOOK_EVERY_S):
+        assert self._loop is not None
+        while not self._closing.wait(LOOK_EVERY_S) and not self._loop.is_closed():
             with self._lock:
                 now = self._clock.now()
                 verdict = self._watchdog.look(now)
@@ -91,7 +102,7 @@ class WatchThread:
 
     def _call(self, function: Callable[..., None], *arguments: object) -> None:
         assert self._loop is not None
-        with contextlib.suppress(RuntimeError):  # the loop is closed already
+        with contextlib.suppress(RuntimeError):  # the loop has just been closed
             self._loop.call_soon_threadsafe(function, *arguments)
 
     def _answered(self) -> None:

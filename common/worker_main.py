@@ -133,10 +133,12 @@ def run_worker(config: WorkerConfig, assemble: Assemble) -> int:
 
 async def _run(config: WorkerConfig, assemble: Assemble) -> None:
     metrics = WorkerMetrics()
-    metrics_server = serve_metrics(config.metrics, metrics.registry)
+    watch = WatchThread(MonotonicClock())
+    health = {"/health": lambda: watch.fault, "/ready": lambda: watch.not_ready}
+    metrics_server = serve_metrics(config.metrics, metrics.registry, health)
     try:
         with (
-            WatchThread(MonotonicClock()) as watch,
+            watch,
             DeviceThread(config.role) as thread,
             open_events(config.event_log) as events_file,
         ):
@@ -224,6 +226,7 @@ async def _serve(config: WorkerConfig, parts: Parts, assemble: Assemble, ending:
         group.start_soon(assembly.service.run)
         group.start_soon(until_signal, ending.event.set)
         await ending.event.wait()
+        parts.watch.drains()
         await _drain(config, assembly.service, ending)
         await server.stop(grace_s=0.2)
         group.cancel_scope.cancel()

@@ -66,6 +66,8 @@ class Facts:
     failed: list[tuple[RequestId, TandemError]] = field(default_factory=list)
     ended: list[RequestId] = field(default_factory=list)
     """Requests that the scheduler has forgotten, for whatever reason."""
+    are_from_prefill: bool = False
+    """The tokens were sampled by the prefill worker, which has counted them."""
     num_local_tokens: int = 0
     """Prompt tokens computed in this step."""
 

@@ -324,7 +324,7 @@ class BatchScheduler:
         entry = self._entries[request_id]
         assert entry.state is State.REMOTE
         assert not entry.has_first_tokens
-        facts = Facts()
+        facts = Facts(are_from_prefill=True)
         facts.prefilled.append((request_id, num_cached_tokens, prompt_logprobs))
         self._take_first_tokens(entry, token_ids, logprobs, facts)
         self._run_if_ready(entry)

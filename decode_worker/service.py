@@ -29,6 +29,7 @@ from common.errors import (
     MalformedMessage,
     NotReady,
     Overloaded,
+    Preempted,
     TandemError,
     WorkerLost,
 )
@@ -103,7 +104,7 @@ class _Request:
     num_tokens: int = 0
     was_admitted: bool = False
     reason: str = "abort"
-    """How it ended: an output's finish reason, error, or abort."""
+    """How it ended: an output's finish reason, error, preempted, or abort."""
 
 
 class DecodeService:
@@ -274,6 +275,8 @@ class DecodeService:
             self._forget(request_id, now)
 
     def _tell_tokens(self, facts: Facts, now: float) -> None:
+        if not facts.are_from_prefill:
+            self._metrics.output_tokens.inc(len(facts.token_ids))
         rows: dict[_Session, list[int]] = {}
         for row, request_id in enumerate(facts.request_ids):
             request = self._requests[request_id]
@@ -295,7 +298,6 @@ class DecodeService:
             )
 
     def _observe_token(self, request: _Request, index: int, now: float) -> None:
-        self._metrics.output_tokens.inc()
         request.num_tokens += 1
         if request.first_token is None:
             request.first_token = now
@@ -308,10 +310,12 @@ class DecodeService:
         request = self._requests.get(request_id)
         if request is None:
             return
-        self._metrics.errors.labels(error.code).inc()
-        if error.code == "preempted":
+        if isinstance(error, Preempted):
             self._metrics.preemptions.inc()
-        request.reason = "error"
+            request.reason = "preempted"
+        else:
+            self._metrics.errors.labels(error.code).inc()
+            request.reason = "error"
         request.session.put(Failed.of(request_id, error, at_prefill=at_prefill))
 
     def _forget(self, request_id: RequestId, now: float) -> None:
@@ -400,7 +404,7 @@ class DecodeService:
                     request_id in session.request_ids
                 ):
                     if index is None:
-                        self._abort(request_id)
+                        self._abort(request_id, "stop" if message.has_stopped else "abort")
                     else:
                         self._tell(self._scheduler.end_output(request_id, index))
                         self.wake()
@@ -499,10 +503,10 @@ class DecodeService:
             del self._pulls[request_id]
             self.wake()
 
-    def _abort(self, request_id: RequestId) -> None:
+    def _abort(self, request_id: RequestId, reason: str = "abort") -> None:
         """Ends a request without a word; its pages are free when nothing in flight names them."""
         request = self._requests.get(request_id)
         if request is not None:
-            request.reason = "abort"
+            request.reason = reason
         self._scheduler.abort(request_id)
         self._forget(request_id, self._clock.now())

@@ -86,6 +86,9 @@ class _Handoff:
     error: TandemError | None = None
     stall: anyio.CancelScope = field(default_factory=anyio.CancelScope)
     num_chunks: int = 0
+    num_held_tokens: int = 0
+    """Leading ones that the receiver has in its own prefix cache."""
+    was_aborted: bool = False
     heartbeat_s: float = 0.0
     """How often the receiver wants to hear something; 0: it does not know `Working`."""
 
@@ -231,7 +234,9 @@ class PrefillService:
                 self._on(handoff, PagesFinished(pages=pages))
             case PromptComputed() if handoff is not None:
                 self._metrics.output_tokens.inc(len(fact.token_ids))
-                self._metrics.cached_tokens.inc(fact.num_cached_tokens)
+                # what the decode worker holds itself, it has counted
+                own = fact.num_cached_tokens - handoff.num_held_tokens
+                self._metrics.cached_tokens.inc(max(0, own))
                 self._metrics.ttft.observe(self._clock.now() - handoff.arrival)
                 self._events.record("first_tokens", key=fact.key)
                 self._on(
@@ -282,7 +287,7 @@ class PrefillService:
             # whatever happened: nothing stays held
             self._on(handoff, StreamLost())
             del self._handoffs[handoff.key]
-            self._metrics.finished.labels("error" if handoff.error else "done").inc()
+            self._metrics.finished.labels(_how_it_ended(handoff)).inc()
             self._idle.set()
             self._woken()
             self._changed()
@@ -315,6 +320,7 @@ class PrefillService:
             key=key,
             request=request,
             arrival=now,
+            num_held_tokens=message.num_held_blocks * self._identity.block_size,
             heartbeat_s=max(MIN_HEARTBEAT_S, message.heartbeat_s) if message.heartbeat_s else 0.0,
         )
         self._events.record("handoff_began", key=key, num_tokens=len(token_ids))
@@ -331,7 +337,7 @@ class PrefillService:
                 await self._send(handoff, stream)
             group.cancel_scope.cancel()
         if handoff.stall.cancelled_caught and not handoff.has_ended:
-            raise PullFailed(
+            handoff.error = PullFailed(
                 f"the receiver took no page for {self._handoff_stall_s:g} s; the hand-off was ended"
             )
         if handoff.error is not None:
@@ -388,6 +394,7 @@ class PrefillService:
                     self._scheduler.release(pages)
                     self._woken()
                 case AbortPrompt():
+                    handoff.was_aborted = True
                     self._scheduler.abort(handoff.key)
                     self._woken()
                 case EndStream(error=error):
@@ -415,3 +422,9 @@ class PrefillService:
                 heartbeat_s=HEARTBEAT_S,
             )
         )
+
+
+def _how_it_ended(handoff: _Handoff) -> str:
+    if handoff.error is not None:
+        return "error"
+    return "abort" if handoff.was_aborted else "done"

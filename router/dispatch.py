@@ -235,19 +235,21 @@ class Placement:
     def cancel_output(self, output_index: int) -> None:
         self._session.cancel_output(self._request.request_id, output_index)
 
-    def end(self, *, is_complete: bool, has_failed: bool = False) -> None:
+    def end(
+        self, *, is_complete: bool, has_failed: bool = False, has_stopped: bool = False
+    ) -> None:
         """The request is over here. If it is not complete the worker must stop. Idempotent."""
         if self._has_ended:
             return
         self._has_ended = True
         self._leave_prefill()
         self._context.fleet.release(self._worker)
+        if (is_complete and not has_failed) or has_stopped:
+            self._succeeded()
         if is_complete:
-            if not has_failed:
-                self._succeeded()
             self._session.forget(self._request.request_id)
         else:
-            self._session.cancel(self._request.request_id)
+            self._session.cancel(self._request.request_id, has_stopped=has_stopped)
 
     def _succeeded(self) -> None:
         self._context.fleet.succeeded(self._worker)

@@ -149,9 +149,9 @@ class Journey:
             self.stop()
             raise NotReady("no worker is ready to take the request", retry_after_s=1.0)
 
-    def stop(self) -> None:
+    def stop(self, *, has_stopped: bool = False) -> None:
         """Ends the journey in whatever phase it is: workers are told, nothing more is reported.
-        Idempotent.
+        Idempotent. `has_stopped`: the client has all it asked for.
         """
         self._has_ended = True
         if self._deadline is not None:
@@ -159,7 +159,7 @@ class Journey:
         self._dispatcher.do_not_call(self._retry)
         legs, self._legs = self._legs, []
         for leg in legs:
-            leg.end()
+            leg.end(has_stopped=has_stopped)
 
     def finish_output(self, output_index: int) -> None:
         """The router itself ended this output (a stop string): no more tokens are wanted for it."""
@@ -168,11 +168,11 @@ class Journey:
             output.has_finished = True
             self._num_unfinished -= 1
         if self._num_unfinished == 0:
-            self.stop()
+            self.stop(has_stopped=True)
         for leg in list(self._legs):
             if self.leg_done(leg):
                 self._legs.remove(leg)
-                leg.end()
+                leg.end(has_stopped=True)
             else:
                 leg.cancel_output(output_index)
 
@@ -384,13 +384,17 @@ class _Leg:
         self._waits_no_more()
         self._move(Phase.SUBMITTED)
 
-    def end(self) -> None:
+    def end(self, *, has_stopped: bool = False) -> None:
         """Idempotent. A worker that is still running outputs of this leg is told to stop."""
         self._waits_no_more()
         if self._phase is not Phase.ENDED:
             self._move(Phase.ENDED)
             if self._placement is not None:
-                self._placement.end(is_complete=not self._running, has_failed=self._has_failed)
+                self._placement.end(
+                    is_complete=not self._running,
+                    has_failed=self._has_failed,
+                    has_stopped=has_stopped,
+                )
 
     def cancel_output(self, output_index: int) -> None:
         """The router has ended this output; the leg's others go on."""

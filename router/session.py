@@ -98,10 +98,12 @@ class Session:
                 Route(request_id=request_id, prefill=prefill, incarnation=incarnation)
             )
 
-    def cancel(self, request_id: RequestId) -> None:
-        """The request is not wanted any more. Harmless when it has ended."""
+    def cancel(self, request_id: RequestId, *, has_stopped: bool = False) -> None:
+        """The request is not wanted any more, or has got all it wanted. Harmless when it has
+        ended.
+        """
         if self._pop(request_id) is not None:
-            self._outbox.put_nowait(Cancel(request_id=request_id))
+            self._outbox.put_nowait(Cancel(request_id=request_id, has_stopped=has_stopped))
 
     def cancel_output(self, request_id: RequestId, output_index: int) -> None:
         """One of the request's outputs is not wanted any more."""

@@ -23,6 +23,7 @@ from common.limits import MAX_BODY_BYTES
 from common.metrics_server import MetricsServer, serve_metrics
 from common.model_config import ModelConfig
 from common.rpc import Connect, connect
+from common.watch_thread import WatchThread
 from router.admission import Admission
 from router.compiler import CompileChild, GrammarCompiler
 from router.discovery import Discovery
@@ -51,6 +52,7 @@ class Router:
     http_socket: socket.socket
     http_server: HttpServer
     metrics_server: MetricsServer
+    watch: WatchThread
     grpc_front: GrpcFront | None
 
     @property
@@ -61,21 +63,26 @@ class Router:
     async def run(self, stop: anyio.Event) -> None:
         """Until `stop`; then what runs may finish for `drain_s`, and nothing new is taken."""
         try:
-            async with anyio.create_task_group() as group:
-                group.start_soon(self.discovery.run)
-                group.start_soon(self.http_server.serve, [self.http_socket])
-                if self.grpc_front is not None:
-                    await self.grpc_front.start()
-                log.info("listening on http://%s", self.config.http)
-                await stop.wait()
-                await self._drain()
-                if self.grpc_front is not None:
-                    await self.grpc_front.stop()
-                group.cancel_scope.cancel()
+            with self.watch:
+                self.watch.serves(lambda fault: None)
+                await self._serve(stop)
         finally:
             self.http_socket.close()
             self.metrics_server.close()
             self.service.compiler.close()
+
+    async def _serve(self, stop: anyio.Event) -> None:
+        async with anyio.create_task_group() as group:
+            group.start_soon(self.discovery.run)
+            group.start_soon(self.http_server.serve, [self.http_socket])
+            if self.grpc_front is not None:
+                await self.grpc_front.start()
+            log.info("listening on http://%s", self.config.http)
+            await stop.wait()
+            await self._drain()
+            if self.grpc_front is not None:
+                await self.grpc_front.stop()
+            group.cancel_scope.cancel()
 
     async def _drain(self) -> None:
         admission, bound_s = self.service.admission, self.config.drain_s
@@ -116,6 +123,7 @@ def open_router(
         tokenizer = load_tokenizer(directory, template)
     draw_bits = random.SystemRandom().getrandbits
     clock = MonotonicClock()
+    watch = WatchThread(clock)
     fleet = Fleet(clock, is_remote_only=config.prefill_where == "remote")
     admission = Admission(config.max_waiting)
     metrics = RouterMetrics(fleet, admission)
@@ -161,7 +169,8 @@ def open_router(
         tls = (config.tls_cert, config.tls_key)
     with contextlib.ExitStack() as opened:
         http_socket = opened.enter_context(listen(config.http, "--http"))
-        metrics_server = serve_metrics(config.metrics, metrics.registry)
+        health = {"/health": lambda: watch.fault}
+        metrics_server = serve_metrics(config.metrics, metrics.registry, health)
         opened.callback(metrics_server.close)
         grpc_front = None
         if config.grpc is not None:
@@ -174,5 +183,6 @@ def open_router(
         http_socket=http_socket,
         http_server=make_server(make_app(service, MAX_BODY_BYTES), config.keep_alive_s, tls),
         metrics_server=metrics_server,
+        watch=watch,
         grpc_front=grpc_front,
     )

@@ -29,6 +29,8 @@ class Host:
     ends: "dict[MemoryStream, None]" = field(default_factory=dict)
     handlers: Mapping[str, Handler] = field(default_factory=dict)
     scopes: set[anyio.CancelScope] = field(default_factory=set)
+    answers_pings: bool = True
+    """While it is frozen: only its loop hangs then."""
 
 
 class MemoryStream:
@@ -114,13 +116,19 @@ class MemoryNetwork:
             scope.cancel()
         host.runs.set()
 
-    def freeze(self, name: str) -> None:
+    def freeze(self, name: str, *, answers_pings: bool = False) -> None:
         host = self._hosts[name]
         host.runs.clear()
-        self._group.start_soon(self._keepalive, host, list(host.ends))
+        host.answers_pings = answers_pings
+        if not answers_pings:
+            self._group.start_soon(self._keepalive, host, list(host.ends))
 
     def resume(self, name: str) -> None:
         self._hosts[name].runs.set()
+
+    def runs(self, name: str) -> bool:
+        """It is not frozen."""
+        return self._hosts[name].runs.is_set()
 
     def drop(self, name: str, method: str) -> int:
         """Breaks the streams of one kind at a host; returns how many there were."""
@@ -136,7 +144,7 @@ class MemoryNetwork:
         ours, theirs = MemoryStream(caller, method), MemoryStream(host, method)
         ours.other, theirs.other = theirs, ours
         self._group.start_soon(self._run, host, host.handlers[method], theirs)
-        if not host.runs.is_set():
+        if not host.runs.is_set() and not host.answers_pings:
             self._group.start_soon(self._keepalive, host, [theirs])
         return ours
 

@@ -8,7 +8,7 @@ services, real hand-off; only the model, the network and (on a VirtualTimeLoop) 
 import asyncio
 import contextlib
 import itertools
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -37,6 +37,8 @@ from common.scheduling.kv_cache import KvCache
 from common.scheduling.plan import LandingMove, LandingResult, PageKind, StepPlan, StepResult
 from common.scheduling.step_time import StepShape, StepTimes
 from common.types import FinishReason, PromptLogprobs, Role, SamplingParams, TokenLogprobs
+from common.watch_thread import WatchedDevice
+from common.watchdog import LOOK_EVERY_S, StepBounds, Watchdog
 from common.worker import Identity, LoopCall
 from common.worker_metrics import WorkerMetrics
 from decode_worker.links import Links
@@ -94,6 +96,9 @@ class SteppedDevice:
         self.num_self_tests = 0
         self._one_at_a_time = anyio.Lock()
 
+    def slow_down(self, factor: float) -> None:
+        self._step_s *= factor
+
     async def execute(
         self, plan: StepPlan, on_stored: Callable[[], None] | None = None
     ) -> StepResult:
@@ -136,6 +141,31 @@ class SteppedDevice:
             self.num_self_tests += 1
             if self.is_sick(None):
                 raise InternalError("self-test: the model's logits are not finite")
+
+
+class _Watched(WatchedDevice):
+    """As a worker's main function wraps its device. Steps take hundredths of a second."""
+
+    def __init__(self, device: SteppedDevice, watchdog: Watchdog) -> None:
+        bounds = StepBounds(
+            lambda: None, lambda: 0, block_size=16, self_test_s=STEP_S, may_compile=False
+        )
+        super().__init__(device, self._job_of(watchdog), bounds)
+        self.runner = device.runner
+
+    @staticmethod
+    def _job_of(
+        watchdog: Watchdog,
+    ) -> Callable[[float], contextlib.AbstractContextManager[None]]:
+        @contextlib.contextmanager
+        def job(bound_s: float) -> Iterator[None]:
+            number = watchdog.job_began(LoopClock().now(), bound_s)
+            try:
+                yield
+            finally:
+                watchdog.job_ended(LoopClock().now(), number)
+
+        return job
 
 
 @dataclass(eq=False)
@@ -215,21 +245,40 @@ class Fleet:
             runner, s.get("step_s", STEP_S), s.get("step_times"), s.get("logits_share", 0.1)
         )
         transport = MemoryTransport(self.fabric, incarnation, runner.pool, runner.landing)
+        watchdog = Watchdog(LoopClock().now())
         parts = {
             "identity": identity,
             "cache": cache,
-            "device": device,
+            "device": _Watched(device, watchdog) if s.get("is_watched") else device,
             "clock": LoopClock(),
             "metrics": WorkerMetrics(),
             "events": s.get("events") or EventLog(LoopClock()),
             "unfit": partial(self._unfit, address, incarnation),
         }
         build = self._prefill if role is Role.PREFILL else self._decode
-        worker = build(role, address, s, parts, transport, num_landing)
+        worker = build(role, address, s, parts, device, transport, num_landing)
         self.workers[address] = worker
         self.network.serve(address, worker.service.handlers())
         self.group.start_soon(self._run, worker)
+        if s.get("is_watched"):
+            self.group.start_soon(self._look, worker, watchdog)
         return worker
+
+    async def _look(self, worker: Worker, watchdog: Watchdog) -> None:
+        """The watchdog's thread (common/watch_thread.py), on virtual time."""
+        fault = ""
+        while self.workers.get(worker.address) is worker:
+            await asyncio.sleep(LOOK_EVERY_S)
+            if not self.network.runs(worker.address):
+                continue
+            verdict = watchdog.look(LoopClock().now())
+            if verdict.must_exit:
+                self.given_up.append(verdict.fault)
+                self.kill(worker.address)
+                return
+            if bool(verdict.fault) != bool(fault):
+                fault = verdict.fault
+                worker.service.stalled(fault)
 
     def _prefill(
         self,
@@ -237,6 +286,7 @@ class Fleet:
         address: str,
         s: dict[str, Any],
         parts: dict[str, Any],
+        device: SteppedDevice,
         transport: Any,
         _: int,
     ) -> Worker:
@@ -255,8 +305,8 @@ class Fleet:
             cache=parts["cache"],
             scheduler=scheduler,
             service=service,
-            device=parts["device"],
-            runner=parts["device"].runner,
+            device=device,
+            runner=device.runner,
             metrics=parts["metrics"],
         )
 
@@ -266,6 +316,7 @@ class Fleet:
         address: str,
         s: dict[str, Any],
         parts: dict[str, Any],
+        device: SteppedDevice,
         transport: Any,
         num_landing: int,
     ) -> Worker:
@@ -314,8 +365,8 @@ class Fleet:
             cache=parts["cache"],
             scheduler=scheduler,
             service=service,
-            device=parts["device"],
-            runner=parts["device"].runner,
+            device=device,
+            runner=device.runner,
             metrics=parts["metrics"],
             zone=zone,
         )

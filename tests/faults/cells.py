@@ -19,9 +19,10 @@ from typing import Any
 
 import anyio
 
-from common.errors import TandemError
+from common.errors import InternalError, TandemError
 from common.events import EventLog
 from common.messages import GenerateRequest, pack_tokens
+from common.rpc import Stream
 from common.scheduling.plan import PageKind
 from common.types import FinishReason, Role, SamplingParams
 from router.discovery import Discovery
@@ -40,6 +41,7 @@ CANARY = list(range(7, 60))
 CANARY_SAMPLING = SamplingParams(max_tokens=8, temperature=0.0)
 
 CLOSED_S, SILENT_S, NEXT_TOKEN_S, REST_S = 1.0, 7.0, 2.0, 2.0
+HANG_S = 15.0
 PREDICTED_TTFT_S = (len(PROMPT) / CHUNK_TOKENS + 2) * STEP_S + 1.0
 """Computing the prompt anew, and the router's pause before it looks for workers again."""
 
@@ -71,6 +73,15 @@ class Fault(StrEnum):
     ROUTER = "kill the router"
     STOP_P_15 = "stop P 15 s"
     STOP_D_15 = "stop D 15 s"
+    HANG_DEVICE_P = "device of P hangs 15 s"
+    HANG_DEVICE_D = "device of D hangs 15 s"
+    HANG_LOOP_P = "loop of P hangs 15 s"
+    HANG_LOOP_D = "loop of D hangs 15 s"
+    SICK_P = "P's numbers are not finite"
+    SICK_D = "D's numbers are not finite"
+    HANDOFFS = "hand-offs of P fail"
+    SLOW_P = "P is 20 times as slow"
+    SLOW_D = "D is 20 times as slow"
 
 
 @dataclass(slots=True)
@@ -203,6 +214,9 @@ async def _as_named(host: str, port: int) -> list[str]:
     return [f"{host}:{port}"]
 
 
+HANGS = (Fault.HANG_DEVICE_P, Fault.HANG_DEVICE_D, Fault.HANG_LOOP_P, Fault.HANG_LOOP_D)
+
+
 class World:
     """One cell's fleet and router, and how faults are done to them."""
 
@@ -247,6 +261,24 @@ class World:
                 self._stop(p.address, 3.0 if fault is Fault.STOP_P_3 else 15.0)
             case Fault.STOP_D_3 | Fault.STOP_D_15 if d is not None:
                 self._stop(d.address, 3.0 if fault is Fault.STOP_D_3 else 15.0)
+            case Fault.HANG_DEVICE_P if p is not None:
+                self._hang_device(p)
+            case Fault.HANG_DEVICE_D if d is not None:
+                self._hang_device(d)
+            case Fault.HANG_LOOP_P if p is not None:
+                self._hang_loop(p)
+            case Fault.HANG_LOOP_D if d is not None:
+                self._hang_loop(d)
+            case Fault.SICK_P if p is not None:
+                p.device.is_sick = lambda plan: True
+            case Fault.SICK_D if d is not None:
+                d.device.is_sick = lambda plan: True
+            case Fault.HANDOFFS if p is not None:
+                self._fail_handoffs(p)
+            case Fault.SLOW_P if p is not None:
+                p.device.slow_down(20)
+            case Fault.SLOW_D if d is not None:
+                d.device.slow_down(20)
             case Fault.DROP:
                 if p is None or not self.workers.network.drop(p.address, "Handoff"):
                     assert d is not None
@@ -269,6 +301,25 @@ class World:
     def _stop(self, address: str, seconds: float) -> None:
         self.workers.freeze(address)
         self._later(seconds, self.workers.resume, address)
+
+    def _hang_device(self, worker: Worker) -> None:
+        worker.device.may_run.clear()
+        self._later(HANG_S, worker.device.may_run.set)
+
+    def _hang_loop(self, worker: Worker) -> None:
+        """Nothing is said or read; but pings are answered, and memory can be read."""
+        worker.device.may_run.clear()
+        self.workers.network.freeze(worker.address, answers_pings=True)
+        self._later(HANG_S, self.workers.network.resume, worker.address)
+        self._later(HANG_S, worker.device.may_run.set)
+
+    def _fail_handoffs(self, worker: Worker) -> None:
+        async def fails(stream: Stream) -> None:
+            await stream.receive()
+            raise InternalError("on purpose")
+
+        self.workers.network.serve(worker.address, {**worker.service.handlers(), "Handoff": fails})
+        self.workers.network.drop(worker.address, "Handoff")
 
     def _alter(self, d: Worker, change: Callable[[Any], None]) -> None:
         """A page that has landed and is not checked yet, else the next one that is read."""
@@ -312,6 +363,7 @@ async def world(phase: Phase) -> AsyncIterator[World]:
         num_decode=0,
         chunk_tokens=CHUNK_TOKENS,
         events=trigger,
+        is_watched=True,
         # the last pages land while the logits are computed, unless these take no time
         logits_share=0.0 if phase is Phase.FIRST_TOKEN else 0.1,
     ) as workers:
@@ -388,6 +440,10 @@ def _check_outcome(
     if w.is_disconnected or fault is Fault.ROUTER:
         assert outcome in ("no more tokens", "right text") or outcome.startswith("error ")
         return
+    if fault is Fault.SICK_D and w.has_struck and tokens:
+        # what was sent cannot be taken back, and may be wrong: the client is told
+        assert outcome in ("error internal_error", "right text"), outcome
+        return
     assert outcome == "right text", outcome
     assert tokens == EXPECTED
     assert longest_gap_s <= bound_s(fault), f"{longest_gap_s:.2f} s"
@@ -406,13 +462,35 @@ def bound_s(fault: Fault) -> float:
         Fault.DELAY: 1.5,
         Fault.STOP_P_15: SILENT_S,
         Fault.STOP_D_15: SILENT_S,
+        Fault.HANG_DEVICE_P: SILENT_S,
+        Fault.HANG_DEVICE_D: SILENT_S,
+        Fault.HANG_LOOP_P: SILENT_S,
+        Fault.HANG_LOOP_D: SILENT_S,
+        Fault.SLOW_P: 2.0,
+        Fault.SLOW_D: 2.0,
     }.get(fault, CLOSED_S)
     return noticed + NEXT_TOKEN_S + PREDICTED_TTFT_S
+
+
+async def _sing(w: World, fault: Fault) -> None:
+    """Canaries are answered as before. A sick worker may fail one more, then it is out."""
+    num_right = num_failed = 0
+    while num_right < 4:
+        try:
+            assert await w.router.generate(CANARY, CANARY_SAMPLING) == CANARY_EXPECTED
+            num_right += 1
+        except InternalError:
+            num_failed += 1
+            assert fault is Fault.SICK_D
+            assert num_failed <= 2
+    if fault in (Fault.SICK_P, Fault.SICK_D) and w.has_struck:
+        assert len(w.workers.unfit) <= 1
 
 
 async def _check_at_rest(w: World, fault: Fault, num_tasks: int) -> None:
     resumes_after_s = {Fault.STOP_P_3: 3.0, Fault.STOP_D_3: 3.0}
     resumes_after_s |= {Fault.STOP_P_15: 15.0, Fault.STOP_D_15: 15.0}
+    resumes_after_s |= dict.fromkeys(HANGS, HANG_S)
     await asyncio.sleep(resumes_after_s.get(fault, 0.0))
     if fault is Fault.ROUTER:
         await asyncio.sleep(REST_S)
@@ -422,8 +500,7 @@ async def _check_at_rest(w: World, fault: Fault, num_tasks: int) -> None:
         await w.router.ready()
     await asyncio.sleep(REST_S)
     w.workers.check_at_rest()
-    for _ in range(4):
-        assert await w.router.generate(CANARY, CANARY_SAMPLING) == CANARY_EXPECTED
+    await _sing(w, fault)
     await asyncio.sleep(REST_S + 8.0)
     w.workers.check_at_rest()
     w.router.fleet.check_invariants()

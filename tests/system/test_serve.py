@@ -145,3 +145,38 @@ def test_a_client_that_leaves_stops_the_prefill_worker(served: Launched) -> None
 def test_the_log_names_the_link_and_its_speed(served: Launched) -> None:
     client(served).completions.create(model=served.model, prompt="Hello", max_tokens=2)
     assert wait_for(lambda: any("is up:" in line and "GB/s" in line for line in served.log), 5)
+
+
+def test_t13_the_fleet_is_shown_as_it_is_after_each_request(served: Launched) -> None:
+    """A random mix, one after another; what the router knows is right a moment after each of
+    them (tests/handoff/test_told_load.py has the bound, on virtual time).
+    """
+    rng = random.Random(13)
+    late = []
+
+    def at_rest() -> bool:
+        names = ("running", "waiting", "queued_tokens", "decodes", "context_tokens")
+        return all(
+            worker["blocks"]["held"] == 0 and not any(worker[name] for name in names)
+            for worker in served.fleet()
+        )
+
+    assert wait_for(at_rest, 10)
+    for number in range(30):
+        body = {
+            "prompt": [rng.randrange(1000, 40_000) for _ in range(rng.choice([1, 40, 300, 900]))],
+            "max_tokens": rng.choice([1, 1, 2, 12]),
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": number % 3 == 0,
+        }
+        with served.http.stream("POST", "/v1/completions", json=body) as answer:
+            assert answer.status_code == 200
+            if number % 6:
+                answer.read()
+            else:
+                next(answer.iter_lines())  # and leaves
+        if not wait_for(at_rest, 0.2):
+            late.append(number)
+            assert wait_for(at_rest, 2.0), served.fleet()
+    assert len(late) <= 3, late
