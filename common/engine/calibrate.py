@@ -20,6 +20,7 @@ from common.engine.rope import rope_tables
 from common.engine.runner import ModelRunner, load_runner
 from common.errors import ConfigError
 from common.kernels.reference import packed_slices
+from common.model_config import ModelConfig
 from common.scheduling.plan import OutputStart, PrefillChunk, StepPlan
 from common.types import SamplingParams
 
@@ -33,15 +34,16 @@ Report = Callable[[str], None]
 
 def run(config: CalibrateConfig, report: Report) -> int:
     tokens = read_tokens(config.model, config.text)
+    window = min(WINDOW_TOKENS, ModelConfig.load(config.model).longest) // 16 * 16
     runner = load_runner(
         config.model,
         codec="fp32",
         num_blocks=WINDOW_TOKENS // 16,
+        max_model_len=window,
         num_exact=1,
         num_threads=config.threads or available_cores(),
         max_num_tokens=CHUNK_TOKENS,
     )
-    window = min(WINDOW_TOKENS, runner.config.max_position_embeddings) // 16 * 16
     windows = spread(tokens, window, NUM_WINDOWS)
     report(f"measuring the means of K and V over {len(windows)} x {window} tokens")
     means = measure(runner, windows)

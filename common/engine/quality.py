@@ -82,7 +82,7 @@ def _progress() -> Progress:
 def task_accuracies(config: QualityConfig, engines: Engines) -> list[Accuracy]:
     """Of fp32 first, then of each candidate."""
     assert config.tasks is not None
-    longest = ModelConfig.load(config.model).max_position_embeddings
+    longest = ModelConfig.load(config.model).longest
     tasks = read_tasks(config.model, config.tasks, longest)
     num_blocks = -(-max(task.num_tokens for task in tasks) // config.block_size)
     found = []
@@ -119,7 +119,7 @@ def accuracy_misses(config: QualityConfig, accuracies: Sequence[Accuracy]) -> li
 
 def windows_of(config: QualityConfig) -> list[tuple[int, int]]:
     """Lengths and counts; a length beyond the model's positions is cut to them."""
-    longest = ModelConfig.load(config.model).max_position_embeddings // 16 * 16
+    longest = ModelConfig.load(config.model).longest // 16 * 16
     wanted = ((1024, config.windows), (8192, config.long_windows))
     return [(min(length, longest), count) for length, count in wanted if count]
 
