@@ -61,7 +61,11 @@ def read_tokens(model: str, text: str) -> NDArray[np.int32]:
         content = Path(text).read_text(encoding="utf-8", errors="replace")
     except OSError as error:
         raise ConfigError(f"--text {text}: {error.strerror}", param="text") from error
-    tokenizer = Tokenizer.from_file(str(Path(model) / "tokenizer.json"))
+    path = Path(model) / "tokenizer.json"
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises plain exceptions of its own
+        raise ConfigError(f"cannot read the tokenizer {path}: {error}", param="model") from None
     return np.array(tokenizer.encode(content, add_special_tokens=False).ids, dtype=np.int32)
 
 

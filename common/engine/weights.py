@@ -9,6 +9,7 @@ import hashlib
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -153,14 +154,14 @@ def _entries(directory: Path) -> dict[str, TensorEntry]:
 
 def _weight_map(index: Path) -> dict[str, str]:
     """File by tensor; all files are there."""
-    found = read_json(index).get("weight_map")
+    found: Any = read_json(index).get("weight_map")
     is_map = isinstance(found, dict) and all(isinstance(file, str) for file in found.values())
     if not is_map or not found:
         raise UnsupportedModel(f"{index} is not a safetensors index: it has no weight_map")
     for name, file in found.items():
         if Path(file).name != file or not (index.parent / file).is_file():
             raise UnsupportedModel(f"{index} has {name} in {file!r}, which is not there")
-    return found
+    return dict(found)
 
 
 def is_harmless(name: str) -> bool:

@@ -83,7 +83,7 @@ Change = dict[str, Any]
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[TinyModel, Change]]:
     found = {}
     for family in CONFIGS:
-        more = {"sliding_window": None} if family == "mistral" else {}
+        more: Change = {"sliding_window": None} if family == "mistral" else {}
         model = make_tiny_model(tmp_path_factory.mktemp(family), family, **more)
         found[family] = model, json.loads((model.path / "config.json").read_text())
     return found
@@ -112,8 +112,9 @@ def check(
         assert any(name in reason for name in (*change, *NAMED)), f"{shown}: {reason}"
         return "refused"
     theirs = transformers.AutoModelForCausalLM.from_pretrained(model.path, dtype=torch.float32)
+    theirs.eval()
     with torch.no_grad():
-        logits = theirs.eval()(torch.tensor([PROMPT + tokens])).logits[0]
+        logits = theirs(torch.tensor([PROMPT + tokens])).logits[0]
     wanted = logits[len(PROMPT) - 1 : -1].numpy()
     np.testing.assert_allclose(found, wanted, atol=1e-4, rtol=0, err_msg=shown)
     return "equal"
