@@ -17,7 +17,7 @@ from common.config import (
     home,
     parse,
 )
-from common.errors import ConfigError
+from common.errors import ConfigError, UnsupportedModel
 
 PACKAGES = {"router": "router", "prefill": "prefill_worker", "decode": "decode_worker"}
 
@@ -25,7 +25,7 @@ PACKAGES = {"router": "router", "prefill": "prefill_worker", "decode": "decode_w
 def main() -> int:
     try:
         return run(parse())
-    except ConfigError as error:
+    except (ConfigError, UnsupportedModel) as error:
         print(f"tandem: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

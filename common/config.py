@@ -66,6 +66,11 @@ class RouterConfig:
         "whether forced calls may have arguments that the tool's schema neither names nor forbids",
         default="closed",
     )
+    generation_config: Literal["auto", "off"] = option(
+        "auto: requests that do not say otherwise are sampled as the model's "
+        "generation_config.json advises; off: with a temperature of 1 and no filters",
+        default="auto",
+    )
     reasoning_parser: Literal["qwen3", "deepseek_r1"] | None = option(
         "keep the model's <think> block apart from its answer", default=None, shown="do not"
     )
@@ -472,6 +477,11 @@ class QualityConfig:
         "bound on the percentage of positions with the same most likely token, by the lower end",
         default=98.3,
         metavar="PERCENT",
+    )
+    max_long_kl: float = option(
+        "the same bound for windows of 8,192 tokens",
+        default=0.0015,
+        metavar="NATS",
     )
     windows: int = option(
         "windows of 1,024 tokens, evenly over the text: none, or at least two",

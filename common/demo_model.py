@@ -24,7 +24,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from common.errors import ConfigError
 from common.pages import OFFSETS_FILE
@@ -57,22 +57,29 @@ def prepare(home: Path, report: Report, verify: bool = False) -> Path:
     directory = models / NAME
     if not verify and is_complete(directory, verify=False):
         return directory
-    try:
+    with writing(models):
         models.mkdir(parents=True, exist_ok=True)
         with file_lock(models / f".{NAME}.lock", report):
             if not is_complete(directory, verify):
                 make_beside(directory, report)
-    except OSError as error:
-        reason = error.strerror or error
-        raise DemoModelFailed(f"{models}: {reason}; TANDEM_HOME names another place") from error
     return directory
+
+
+@contextmanager
+def writing(models: Path) -> Iterator[None]:
+    """A full disk, missing rights: one clear line. safetensors has an error of its own for them."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise DemoModelFailed(f"{models}: {reason}; TANDEM_HOME names another place") from error
 
 
 def prepare_calibrated(home: Path, report: Report, verify: bool = False) -> Path:
     """As `prepare`; the means of its K and V are measured where they are not there yet."""
     directory = prepare(home, report, verify)
     if not is_calibrated(directory):
-        with file_lock(directory.parent / f".{NAME}.lock", report):
+        with writing(directory.parent), file_lock(directory.parent / f".{NAME}.lock", report):
             if not is_calibrated(directory):
                 calibrate(directory, report)
     return directory
@@ -299,7 +306,8 @@ def write_tokenizer(fields: dict[str, Any], target: Path, config: dict[str, Any]
     tokenizer.add_special_tokens(
         [AddedToken(token, special=True, normalized=False) for token in control]
     )
-    tokenizer.save(str(target / "tokenizer.json"))
+    # `save` would raise a bare Exception where the disk is full
+    (target / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
     template = fields["tokenizer.chat_template"]
     (target / "chat_template.jinja").write_text(template, encoding="utf-8")
     write_json(

@@ -8,6 +8,7 @@ generation.close() whatever happened
 
 import dataclasses
 import functools
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -51,10 +52,12 @@ from router.parts import (
     ReasoningSplitter,
 )
 from router.prompt_hashes import LARGE_TOKENS
+from router.sampling_defaults import NEUTRAL, SamplingDefaults
 from router.text_output import Piece, TextOutput, TokenEntry
 from router.tokenizer import Tokenizer
 
 T = TypeVar("T")
+log = logging.getLogger(__name__)
 
 DEFAULT_COMPLETION_TOKENS = 16
 MAX_THREADS = 4
@@ -92,6 +95,7 @@ class TextService:
         priorities: range = DEFAULT_PRIORITIES,
         salts_by_key: bool = True,
         keeps_tools_open: bool = False,
+        defaults: SamplingDefaults = NEUTRAL,
         tool_parser: str = "hermes",
         reasoning_parser: str | None = None,
         compiler: GrammarCompiler,
@@ -102,9 +106,17 @@ class TextService:
         self.vocabulary = Vocabulary(
             size=model.vocab_size,
             eos_token_ids=model.eos_token_ids,
-            encode=tokenizer.encode_words,
+            encode=lambda text: self._known(tokenizer.encode_words(text), "bad_words"),
             keeps_tools_open=keeps_tools_open,
+            defaults=defaults,
         )
+        self._num_strange = max(0, len(tokenizer.texts.parts) - model.vocab_size)
+        if self._num_strange:
+            log.warning(
+                "the tokenizer has ids up to %d, the model only %d rows: requests whose text needs "
+                "a token beyond are refused",
+                len(tokenizer.texts.parts) - 1, model.vocab_size,
+            )  # fmt: skip
         self.fleet = fleet
         self.metrics = metrics
         self.clock = clock
@@ -162,7 +174,20 @@ class TextService:
 
     async def encode_texts(self, texts: Sequence[str], options: Options) -> list[list[int]]:
         prompts = await self.tokenizer.encode_all(texts, self._max_read(options))
-        return [self.cut(prompt, options) for prompt in prompts]
+        return [self._known(self.cut(prompt, options), "prompt") for prompt in prompts]
+
+    def _known(self, token_ids: list[int], param: str) -> list[int]:
+        """Raises InvalidRequest for a token of the tokenizer that the model has no row for."""
+        size = self.vocabulary.size
+        if self._num_strange and max(token_ids, default=0) >= size:
+            strange = next(token_id for token_id in token_ids if token_id >= size)
+            text = self.tokenizer.texts.raw(strange).decode(errors="replace")
+            raise InvalidRequest(
+                f"the text holds {text!r} (token {strange}), which the model, of {size} tokens, "
+                "does not know",
+                param=param,
+            )
+        return token_ids
 
     def _max_read(self, options: Options) -> int:
         """Tokens of a prompt that are read, more of one that will be cut."""
@@ -193,7 +218,7 @@ class TextService:
             continue_final_message=continue_final_message,
             variables=variables,
         )
-        return prompt if options is None else self.cut(prompt, options)
+        return self._known(prompt if options is None else self.cut(prompt, options), "messages")
 
     def texts_for(self, options: Options) -> TokenTexts:
         """Markers of tool calls and reasoning are seen where somebody looks for them."""

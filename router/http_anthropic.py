@@ -118,7 +118,7 @@ def chat_fields(fields: Fields) -> tuple[dict[str, Any], list[str]]:
     chat = {
         "messages": messages,
         "max_tokens": fields.take("max_tokens"),
-        "temperature": fields.number("temperature", 1.0, 0.0, 2.0),
+        "temperature": fields.take("temperature"),
         "stop": stops,
         "tools": _tools(fields.take("tools")),
         "tool_choice": tool_choice,

@@ -15,7 +15,7 @@ from common.limits import (
     MAX_STOP_TOKEN_IDS,
     MAX_STOPS,
 )
-from router.options import MIN_REPETITION_PENALTY
+from router.sampling_defaults import MIN_REPETITION_PENALTY
 
 Schema = dict[str, Any]
 _INT64 = 2**63

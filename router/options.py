@@ -27,11 +27,11 @@ from common.request_checks import MAX_PRIORITY, listed_ids
 from common.types import SamplingParams
 from router.fields import Fields
 from router.protocols import CHAT, COMPLETIONS, Protocol
+from router.sampling_defaults import MIN_REPETITION_PENALTY, NEUTRAL, SamplingDefaults
 from router.stop import StopSet
 from router.structured import Form, read_form
 from router.tools import ToolUse, read_tools
 
-MIN_REPETITION_PENALTY = 0.01
 _INT64 = 2**63
 
 
@@ -77,6 +77,7 @@ class Vocabulary:
     encode: Callable[[str], list[int]]
     """Of a few words, without special tokens."""
     keeps_tools_open: bool = False
+    defaults: SamplingDefaults = NEUTRAL
 
 
 def read_chat_options(fields: Fields, vocabulary: Vocabulary) -> Options:
@@ -121,6 +122,7 @@ def _read(
     protocol: Protocol,
 ) -> Options:
     n = fields.integer("n", 1, MAX_N) or 1
+    defaults = vocabulary.defaults
     stream = fields.boolean("stream", False)
     min_tokens = fields.integer("min_tokens", 0, _INT64 - 1) or 0
     if max_tokens is not None and min_tokens > max_tokens:
@@ -131,13 +133,15 @@ def _read(
     scored = [c for c in (prompt_logprobs, logprobs if echo else None) if c is not None]
     sampling = SamplingParams(
         max_tokens=0,
-        temperature=fields.number("temperature", 1.0, 0.0, 2.0),
-        top_p=fields.number("top_p", 1.0, 0.0, 1.0, is_low_open=True),
+        temperature=fields.number("temperature", defaults.temperature, 0.0, 2.0),
+        top_p=fields.number("top_p", defaults.top_p, 0.0, 1.0, is_low_open=True),
         top_k=_top_k(fields, vocabulary),
-        min_p=fields.number("min_p", 0.0, 0.0, 1.0),
+        min_p=fields.number("min_p", defaults.min_p, 0.0, 1.0),
         presence_penalty=fields.number("presence_penalty", 0.0, -2.0, 2.0),
         frequency_penalty=fields.number("frequency_penalty", 0.0, -2.0, 2.0),
-        repetition_penalty=fields.number("repetition_penalty", 1.0, MIN_REPETITION_PENALTY, 2.0),
+        repetition_penalty=fields.number(
+            "repetition_penalty", defaults.repetition_penalty, MIN_REPETITION_PENALTY, 2.0
+        ),
         logit_bias=_logit_bias(fields, vocabulary),
         min_tokens=min_tokens,
         stop_token_ids=_stop_token_ids(fields, vocabulary),
@@ -273,7 +277,9 @@ def _refuse_best_of(fields: Fields, n: int) -> None:
 
 def _top_k(fields: Fields, vocabulary: Vocabulary) -> int:
     """0 and -1 are off; as many as there are is off too."""
-    top_k = fields.integer("top_k", -1, _INT64 - 1) or 0
+    top_k = fields.integer("top_k", -1, _INT64 - 1)
+    if top_k is None:
+        top_k = vocabulary.defaults.top_k
     return top_k if 0 < top_k < vocabulary.size else 0
 
 

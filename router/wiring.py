@@ -37,6 +37,7 @@ from router.keys import KeyRing, read_priorities
 from router.metrics import RouterMetrics
 from router.parts import guessed_tool_parser
 from router.routing import Predicting
+from router.sampling_defaults import NEUTRAL, SamplingDefaults
 from router.tokenizer import Tokenizer, load_tokenizer
 
 log = logging.getLogger(__name__)
@@ -149,6 +150,7 @@ def open_router(
         salts_by_key=config.prefix_sharing != "all",
         tool_parser=config.tool_parser or guessed_tool_parser(tokenizer.template.source),
         reasoning_parser=config.reasoning_parser,
+        defaults=NEUTRAL if config.generation_config == "off" else SamplingDefaults.load(directory),
         compiler=GrammarCompiler(
             CompileChild.for_model(
                 str(directory / "tokenizer.json"), model.vocab_size, model.eos_token_ids

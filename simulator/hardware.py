@@ -104,6 +104,7 @@ def gpu_named(name: str) -> Gpu:
 def _llama(**numbers: Any) -> dict[str, Any]:
     return {
         "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
         "num_key_value_heads": 8,
         "vocab_size": 128256,
         "torch_dtype": "bfloat16",
@@ -126,6 +127,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama-3.1-70b": {**_LLAMA_70B, "max_position_embeddings": 131072},
     "qwen3-32b": {
         "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
         "num_hidden_layers": 64,
         "hidden_size": 5120,
         "intermediate_size": 25600,

@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import subprocess
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -203,6 +205,36 @@ def test_a_home_that_cannot_be_written_is_one_clear_line(tmp_path: Path) -> None
     (tmp_path / "models").write_text("a file where the folder should be")
     with pytest.raises(DemoModelFailed, match="/models: File exists; TANDEM_HOME names another"):
         prepare(tmp_path, report=print_nothing)
+
+
+def test_t20_a_full_disk_is_one_clear_line(gguf: Path, tmp_path: Path) -> None:
+    """Each of the files that a conversion writes, cut off by a limit on a file's size, in a process
+    of its own: the limit holds for good.
+    """
+    code = """
+import resource, sys
+from pathlib import Path
+from common import demo_model as demo
+def make(scratch, report):
+    (scratch / "converted").mkdir()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[3]), resource.RLIM_INFINITY))
+    demo.convert(Path(sys.argv[1]), scratch / "converted")
+demo.make = make
+try:
+    demo.prepare(Path(sys.argv[2]), print)
+except demo.DemoModelFailed as error:
+    sys.exit(f"tandem: {error}")
+"""
+    for limit in (100, 500, 1500):
+        home = tmp_path / str(limit)
+        done = subprocess.run(
+            [sys.executable, "-c", code, str(gguf), str(home), str(limit)],
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert done.stderr.startswith(f"tandem: {home}/models: "), done.stderr
+        assert done.stderr.endswith("; TANDEM_HOME names another place\n")
+        assert "too large" in done.stderr
+        assert not list((home / "models").glob("*/*"))
 
 
 def test_two_at_once_take_turns(small_make: list[str], tmp_path: Path) -> None:

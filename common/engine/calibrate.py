@@ -20,6 +20,7 @@ from common.engine.rope import rope_tables
 from common.engine.runner import ModelRunner, load_runner
 from common.errors import ConfigError
 from common.kernels.reference import packed_slices
+from common.model_config import ModelConfig
 from common.scheduling.plan import OutputStart, PrefillChunk, StepPlan
 from common.types import SamplingParams
 
@@ -33,15 +34,16 @@ Report = Callable[[str], None]
 
 def run(config: CalibrateConfig, report: Report) -> int:
     tokens = read_tokens(config.model, config.text)
+    window = min(WINDOW_TOKENS, ModelConfig.load(config.model).longest) // 16 * 16
     runner = load_runner(
         config.model,
         codec="fp32",
         num_blocks=WINDOW_TOKENS // 16,
+        max_model_len=window,
         num_exact=1,
         num_threads=config.threads or available_cores(),
         max_num_tokens=CHUNK_TOKENS,
     )
-    window = min(WINDOW_TOKENS, runner.config.max_position_embeddings) // 16 * 16
     windows = spread(tokens, window, NUM_WINDOWS)
     report(f"measuring the means of K and V over {len(windows)} x {window} tokens")
     means = measure(runner, windows)
@@ -59,7 +61,11 @@ def read_tokens(model: str, text: str) -> NDArray[np.int32]:
         content = Path(text).read_text(encoding="utf-8", errors="replace")
     except OSError as error:
         raise ConfigError(f"--text {text}: {error.strerror}", param="text") from error
-    tokenizer = Tokenizer.from_file(str(Path(model) / "tokenizer.json"))
+    path = Path(model) / "tokenizer.json"
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises plain exceptions of its own
+        raise ConfigError(f"cannot read the tokenizer {path}: {error}", param="model") from None
     return np.array(tokenizer.encode(content, add_special_tokens=False).ids, dtype=np.int32)
 
 

@@ -108,6 +108,7 @@ class Engines:
             num_exact=1,
             num_threads=self._threads,
             max_num_tokens=CHUNK_TOKENS,
+            max_model_len=num_blocks * self.block_size,
             is_calibrated=candidate.is_calibrated,
             weight_dtype=kind,
             weights=self._weights[kind],

@@ -178,6 +178,7 @@ class CpuWeights:
         self._checkpoint = checkpoint
         self._config = config
         self._tensors: list[Tensor] = []
+        self._has_output_bias = checkpoint.has_output_bias(config)
         self._dtype = _common_dtype(checkpoint)
         self.kind = I8_WEIGHTS if self._is_int8 else KINDS[self._dtype]
         self.layers = np.array(
@@ -192,6 +193,7 @@ class CpuWeights:
         else:
             self.head = self._panels(embedding if head is None else head.to(self._dtype))
         self.final_norm = self._vector("model.norm.weight", config.hidden_size)
+        checkpoint.refuse_unread()
 
     def _layer(self, prefix: str) -> k.Layer:
         config, attn, mlp = self._config, prefix + "self_attn.", prefix + "mlp."
@@ -207,7 +209,7 @@ class CpuWeights:
             q_norm=self._vector(attn + "q_norm.weight", norm) if config.qk_norm else 0,
             k_norm=self._vector(attn + "k_norm.weight", norm) if config.qk_norm else 0,
             out=self._panels(self._matrix(attn + "o_proj.weight", hidden, q_width)),
-            out_bias=self._vector(attn + "o_proj.bias", hidden) if config.output_bias else 0,
+            out_bias=self._vector(attn + "o_proj.bias", hidden) if self._has_output_bias else 0,
             norm_2=self._vector(prefix + "post_attention_layernorm.weight", hidden),
             gate_up=self._panels(_alternating(gate, up)),
             down=self._panels(self._matrix(mlp + "down_proj.weight", hidden, inter)),

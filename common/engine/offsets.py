@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from common.engine.rope import rope_tables
-from common.errors import UnsupportedModel
+from common.errors import ConfigError, UnsupportedModel
 from common.kernels.offsets import Offsets
 from common.model_config import ModelConfig
 from common.pages import NO_FINGERPRINT, OFFSETS_FILE, PageLayout
@@ -67,7 +67,12 @@ def save_means(model_dir: str | Path, means: Tensor, about: dict[str, str]) -> P
     """Written beside and renamed, so that a worker that starts now reads the old or the new."""
     path = Path(model_dir) / OFFSETS_FILE
     scratch = path.with_suffix(f".{os.getpid()}.partial")
-    save_file({TENSOR: means.contiguous()}, scratch, metadata=about)
-    scratch.chmod(0o644)  # containers read it under another user id; safetensors writes 0600
-    scratch.replace(path)
+    try:
+        save_file({TENSOR: means.contiguous()}, scratch, metadata=about)
+        scratch.chmod(0o644)  # containers read it under another user id; safetensors writes 0600
+        scratch.replace(path)
+    except (SafetensorError, OSError) as error:
+        raise ConfigError(f"cannot write {path}: {error}") from error
+    finally:
+        scratch.unlink(missing_ok=True)
     return path

@@ -82,7 +82,7 @@ def _progress() -> Progress:
 def task_accuracies(config: QualityConfig, engines: Engines) -> list[Accuracy]:
     """Of fp32 first, then of each candidate."""
     assert config.tasks is not None
-    longest = ModelConfig.load(config.model).max_position_embeddings
+    longest = ModelConfig.load(config.model).longest
     tasks = read_tasks(config.model, config.tasks, longest)
     num_blocks = -(-max(task.num_tokens for task in tasks) // config.block_size)
     found = []
@@ -119,7 +119,7 @@ def accuracy_misses(config: QualityConfig, accuracies: Sequence[Accuracy]) -> li
 
 def windows_of(config: QualityConfig) -> list[tuple[int, int]]:
     """Lengths and counts; a length beyond the model's positions is cut to them."""
-    longest = ModelConfig.load(config.model).max_position_embeddings // 16 * 16
+    longest = ModelConfig.load(config.model).longest // 16 * 16
     wanted = ((1024, config.windows), (8192, config.long_windows))
     return [(min(length, longest), count) for length, count in wanted if count]
 
@@ -147,10 +147,13 @@ def checked(config: QualityConfig, *, is_calibrated: bool = True) -> str:
     return candidate.name
 
 
+def is_long(result: Quality) -> bool:
+    return result.window_tokens > 2 * BUCKET
+
+
 def table_of(results: Sequence[Quality]) -> Iterator[str]:
     width = max(len(result.name) for result in results) + 2
-    is_long = results[0].window_tokens > 2 * BUCKET
-    end = "  change by thousand positions" if is_long else ""
+    end = "  change by thousand positions" if is_long(results[0]) else ""
     yield (
         f"{'codec':{width}}{'KL':>9}{'95 %':>20}{'top-1 %':>9}{'95 %':>17}"
         f"{'perplexity':>12}{'change':>9}{end}"
@@ -160,7 +163,7 @@ def table_of(results: Sequence[Quality]) -> Iterator[str]:
         top = f"{r.top_1.low * 100:.2f} - {min(r.top_1.high, 1) * 100:.2f}"
         row = f"{r.name:{width}}{r.kl.mean:>9.5f}{kl:>20}{r.top_1.mean * 100:>9.2f}{top:>17}"
         row += f"{r.perplexity:>12.3f}{r.change:>+9.3f}"
-        if is_long:
+        if is_long(r):
             row += "  " + " ".join(f"{change:+.3f}" for change in r.by_thousand)
         yield row
 
@@ -171,8 +174,9 @@ def misses_of(config: QualityConfig, results: Sequence[Quality]) -> list[str]:
     name, plain = checked(config), checked(config, is_calibrated=False)
     for r in (result for result in results if result.name == name):
         where = f"{name} over {r.num_windows} windows of {r.window_tokens:,}"
-        if r.kl.high > config.max_kl:
-            misses.append(f"{where}: KL up to {r.kl.high:.5f}, bound {config.max_kl:g}")
+        max_kl = config.max_long_kl if is_long(r) else config.max_kl
+        if r.kl.high > max_kl:
+            misses.append(f"{where}: KL up to {r.kl.high:.5f}, bound {max_kl:g}")
         low = r.top_1.low * 100
         if low < config.min_top_1:
             misses.append(f"{where}: same top-1 from {low:.2f} %, bound {config.min_top_1:g} %")

@@ -47,6 +47,9 @@ from common.scheduling.plan import (
 )
 from common.types import BlockId, OutputKey, PromptLogprobs
 
+MIN_POSITIONS = 1024
+"""Of the rotary tables, which are as long as a request can get: what the self-test takes."""
+
 if TYPE_CHECKING:
     from common.engine.cpu_model import CpuWeights
 
@@ -386,6 +389,11 @@ def load_runner(
     share them.
     """
     config = ModelConfig.load(model_dir)
+    max_tokens = max_model_len or config.max_position_embeddings
+    config.check_window(max_tokens)
+    # the pool of a GPU is sized later
+    room = (num_blocks + num_exact) * block_size if device == "cpu" else max_tokens
+    config = config.with_positions(max(min(max_tokens, room), MIN_POSITIONS))
     layout = PageLayout(
         num_layers=config.num_layers,
         num_kv_heads=config.num_kv_heads,
@@ -405,7 +413,6 @@ def load_runner(
     if device == "cuda":
         if batch_invariant:
             arithmetic = gpu_arithmetic(dtype, config)
-        max_tokens = max_model_len or config.max_position_embeddings
         backend, pool = load_gpu(
             model_dir,
             config,

@@ -107,6 +107,7 @@ def plan_memory(config: WorkerConfig, model: ModelConfig) -> MemoryPlan:
             f"--max-model-len is {config.max_model_len}, the model has "
             f"{model.max_position_embeddings} positions"
         )
+    model.check_window(config.max_model_len or model.max_position_embeddings)
     pool: PoolSize | PoolShare
     if device == "cuda" and config.kv_blocks is None:
         share = config.gpu_memory_utilization or DEFAULT_GPU_SHARE

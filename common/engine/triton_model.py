@@ -79,6 +79,7 @@ class TritonModel:
         )  # fmt: skip
         self._final_norm = self._read.tensor("model.norm.weight", config.hidden_size)
         self._layers = [self._read.layer(i) for i in range(config.num_layers)]
+        checkpoint.refuse_unread()
         cos, sin = rope_tables(config)
         self._cos = torch.from_numpy(cos).to(self._device)
         self._sin = torch.from_numpy(sin).to(self._device)
@@ -199,6 +200,7 @@ class _Reader:
         self._device = device
         self._weight_dtype = weight_dtype
         self._is_invariant = is_invariant
+        self._has_output_bias = checkpoint.has_output_bias(config)
 
     def tensor(self, name: str, *shape: int) -> Tensor:
         return self._checkpoint.read(name, shape).to(self._device, self._dtype)
@@ -224,7 +226,7 @@ class _Reader:
             k_norm=self.tensor(attn + "k_norm.weight", head_dim) if config.qk_norm else None,
             out=self._linear(
                 self.tensor(attn + "o_proj.weight", hidden, widths["q_proj"]),
-                self.tensor(attn + "o_proj.bias", hidden) if config.output_bias else None,
+                self.tensor(attn + "o_proj.bias", hidden) if self._has_output_bias else None,
             ),
             norm_2=self.tensor(prefix + "post_attention_layernorm.weight", hidden),
             gate_up=self._linear(torch.cat(gate_up)),

@@ -7,39 +7,24 @@ is its own affair. `model_fingerprint` tells two checkpoints apart without readi
 
 import hashlib
 import json
-import logging
 import math
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from common.engine.tensor_file import TensorEntry, tensors_of
 from common.errors import UnsupportedModel
-from common.model_config import ModelConfig
-
-log = logging.getLogger(__name__)
+from common.model_config import ModelConfig, read_json
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 SAMPLE_BYTES = 64
 SAMPLES_PER_TENSOR = 8
-MAX_HEADER_BYTES = 100_000_000
+SHOWN_NAMES = 5
 
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-
-
-@dataclass(frozen=True, slots=True)
-class TensorEntry:
-    """Where one tensor lies: bytes [start, end) of a file."""
-
-    name: str
-    path: Path
-    dtype: str
-    shape: tuple[int, ...]
-    start: int
-    end: int
 
 
 class Checkpoint:
@@ -47,13 +32,12 @@ class Checkpoint:
 
     def __init__(self, entries: dict[str, TensorEntry]) -> None:
         self._entries = entries
+        self._unread = {name for name in entries if not is_harmless(name)}
 
     @classmethod
     def open(cls, directory: str | Path) -> "Checkpoint":
-        entries: dict[str, TensorEntry] = {}
-        for path in _files(Path(directory)):
-            entries |= _header(path)
-        return cls(entries)
+        """Raises UnsupportedModel, naming file and tensor."""
+        return cls(_entries(Path(directory)))
 
     def __contains__(self, name: str) -> bool:
         return name in self._entries
@@ -69,17 +53,25 @@ class Checkpoint:
             raise UnsupportedModel(f"the checkpoint has no tensor {name}")
         if entry.shape != shape:
             raise UnsupportedModel(
-                f"{name} has shape {list(entry.shape)}, the configuration asks for {list(shape)}"
+                f"{entry.path}: {name} has shape {list(entry.shape)}, the configuration asks for "
+                f"{list(shape)}"
             )
         if entry.dtype not in _DTYPES:
             raise UnsupportedModel(
-                f"{name} is stored as {entry.dtype}; there are {', '.join(_DTYPES)}"
+                f"{entry.path}: {name} is stored as {entry.dtype}; there are {', '.join(_DTYPES)}"
             )
+        self._unread.discard(name)
         data = bytearray(entry.end - entry.start)
-        with entry.path.open("rb") as file:
-            file.seek(entry.start)
-            if file.readinto(data) != len(data):
-                raise UnsupportedModel(f"{entry.path} is shorter than its header says (at {name})")
+        try:
+            with entry.path.open("rb") as file:
+                file.seek(entry.start)
+                num_read = file.readinto(data)
+        except OSError as error:
+            raise UnsupportedModel(
+                f"cannot read {name} of {entry.path}: {error.strerror or error}"
+            ) from error
+        if num_read != len(data):
+            raise UnsupportedModel(f"{entry.path} is shorter than its header says (at {name})")
         tensor = torch.frombuffer(data, dtype=_DTYPES[entry.dtype]).view(shape)
         _check_finite(entry, tensor)
         return tensor
@@ -92,10 +84,28 @@ class Checkpoint:
         if "lm_head.weight" in self and not torch.equal(
             self.read("lm_head.weight", shape), self.read("model.embed_tokens.weight", shape)
         ):
-            log.warning(
-                "the checkpoint is tied but holds another lm_head.weight; the embedding is used"
+            raise UnsupportedModel(
+                "config.json says tie_word_embeddings, but lm_head.weight is another matrix than "
+                "model.embed_tokens.weight: set it to false to use the head, or remove the tensor"
             )
         return None
+
+    def has_output_bias(self, config: ModelConfig) -> bool:
+        """Some models have biases on q, k and v alone; transformers takes zeros for the others."""
+        return config.output_bias and any(
+            name.endswith("self_attn.o_proj.bias") for name in self._entries
+        )
+
+    def refuse_unread(self) -> None:
+        """When a model has read all that it wants: what is left would change it."""
+        if self._unread:
+            names = sorted(self._unread)
+            shown = ", ".join(names[:SHOWN_NAMES])
+            more = f" and {len(names) - SHOWN_NAMES} more" if len(names) > SHOWN_NAMES else ""
+            raise UnsupportedModel(
+                f"the checkpoint holds tensors that a model with this config.json does not have: "
+                f"{shown}{more}"
+            )
 
 
 def _check_finite(entry: TensorEntry, tensor: Tensor) -> None:
@@ -110,48 +120,55 @@ def _check_finite(entry: TensorEntry, tensor: Tensor) -> None:
         )
 
 
-def _files(directory: Path) -> list[Path]:
-    index = directory / INDEX
-    if (directory / SINGLE).exists():
-        return [directory / SINGLE]
-    if not index.exists():
+def _entries(directory: Path) -> dict[str, TensorEntry]:
+    """Of the only file, or of the shards as the index has them: it decides which file a tensor is
+    read from, and a file that says something else is an error.
+    """
+    single, index = directory / SINGLE, directory / INDEX
+    weight_map = _weight_map(index) if index.exists() else {}
+    if single.exists():
+        if set(weight_map.values()) - {SINGLE}:
+            raise UnsupportedModel(
+                f"{directory} has {SINGLE} and an {INDEX} that names other files: remove one"
+            )
+        files = [SINGLE]
+    elif weight_map:
+        files = sorted(set(weight_map.values()))
+    else:
         raise UnsupportedModel(f"{directory} has neither {SINGLE} nor {INDEX}")
-    try:
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise UnsupportedModel(f"{index} is not a safetensors index: {error}") from error
-    for name in names:
-        if Path(name).name != name or not (directory / name).exists():
-            raise UnsupportedModel(f"{index} names {name}, which is not there")
-    return [directory / name for name in names]
-
-
-def _header(path: Path) -> dict[str, TensorEntry]:
-    size = path.stat().st_size
-    try:
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            if not 2 <= length <= min(MAX_HEADER_BYTES, size - 8):
-                raise ValueError("its header length is impossible")
-            header = json.loads(file.read(length))
-        entries = {
-            name: _entry(name, path, fields, 8 + length)
-            for name, fields in header.items()
-            if name != "__metadata__"
-        }
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UnsupportedModel(f"{path} is not a safetensors file: {error}") from error
-    if any(entry.end > size for entry in entries.values()):
-        raise UnsupportedModel(
-            f"{path} is shorter than its header says; was the download interrupted?"
-        )
+    entries: dict[str, TensorEntry] = {}
+    for file in files:
+        for name, entry in tensors_of(directory / file).items():
+            if weight_map and weight_map.get(name) != file and not is_harmless(name):
+                raise UnsupportedModel(
+                    f"{directory / file} holds {name}, which {INDEX} "
+                    + (f"has in {weight_map[name]}" if name in weight_map else "does not name")
+                )
+            if not weight_map or name in weight_map:
+                entries[name] = entry
+    for name, file in weight_map.items():
+        if name not in entries:
+            raise UnsupportedModel(f"{INDEX} has {name} in {file}, which does not hold it")
     return entries
 
 
-def _entry(name: str, path: Path, fields: dict[str, Any], data_start: int) -> TensorEntry:
-    begin, end = (data_start + int(offset) for offset in fields["data_offsets"])
-    shape = tuple(int(n) for n in fields["shape"])
-    return TensorEntry(name, path, str(fields["dtype"]), shape, begin, end)
+def _weight_map(index: Path) -> dict[str, str]:
+    """File by tensor; all files are there."""
+    found: Any = read_json(index).get("weight_map")
+    is_map = isinstance(found, dict) and all(isinstance(file, str) for file in found.values())
+    if not is_map or not found:
+        raise UnsupportedModel(f"{index} is not a safetensors index: it has no weight_map")
+    for name, file in found.items():
+        if Path(file).name != file or not (index.parent / file).is_file():
+            raise UnsupportedModel(f"{index} has {name} in {file!r}, which is not there")
+    return dict(found)
+
+
+def is_harmless(name: str) -> bool:
+    """Whether a tensor that nobody reads changes nothing: tables that older versions of
+    transformers stored, and that follow from config.json.
+    """
+    return name.endswith(("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached"))
 
 
 def model_fingerprint(directory: str | Path) -> bytes:
@@ -163,11 +180,12 @@ def model_fingerprint(directory: str | Path) -> bytes:
     """
     directory = Path(directory)
     digest = hashlib.blake2b(digest_size=16)
-    config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    config = read_json(directory / "config.json")
     digest.update(json.dumps(config, sort_keys=True).encode())
-    files = {path: path.open("rb") for path in _files(directory)}
+    entries = Checkpoint.open(directory).entries
+    files = {path: path.open("rb") for path in {entry.path for entry in entries}}
     try:
-        for entry in Checkpoint.open(directory).entries:
+        for entry in entries:
             digest.update(f"{entry.name} {entry.dtype} {entry.shape};".encode())
             step = max((entry.end - entry.start) // SAMPLES_PER_TENSOR, 1)
             for place in range(entry.start, entry.end, step):
