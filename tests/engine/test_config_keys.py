@@ -112,7 +112,7 @@ def check(
         assert any(name in reason for name in (*change, *NAMED)), f"{shown}: {reason}"
         return "refused"
     theirs = transformers.AutoModelForCausalLM.from_pretrained(model.path, dtype=torch.float32)
-    theirs.eval()
+    theirs.train(False)
     with torch.no_grad():
         logits = theirs(torch.tensor([PROMPT + tokens])).logits[0]
     wanted = logits[len(PROMPT) - 1 : -1].numpy()

@@ -49,7 +49,7 @@ def test_t45_the_model_s_advice_holds_where_the_client_says_nothing(
             sampling(stack, "/v1/responses", input="a", max_output_tokens=2, max_tokens=None)
             == ADVICE
         )
-        own = {"temperature": 0, "top_p": 1, "top_k": 0, "repetition_penalty": 1, "min_p": 0}
+        own: Any = {"temperature": 0, "top_p": 1, "top_k": 0, "repetition_penalty": 1, "min_p": 0}
         assert sampling(stack, prompt="a", **own) == own
         assert sampling(stack, prompt="a", top_k=-1) == ADVICE | {"top_k": 0}
         assert sampling(stack, prompt="a", temperature=None) == ADVICE
