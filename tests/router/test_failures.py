@@ -392,6 +392,26 @@ def test_the_wait_for_a_worker_counts_from_the_latest_loss() -> None:
     virtual(main)
 
 
+def test_a_worker_that_is_back_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    """T15: the same life of it, after its connection was lost."""
+    caplog.set_level("INFO")
+
+    async def main() -> None:
+        async with fleet(num_prefill=0, num_decode=0) as f:
+            router = await beside(f, TWO_COLOCATED)
+            before = router.fleet.get("c0:1")
+            f.network.drop("c0:1", "Watch")
+            await asyncio.sleep(2.0)
+            assert router.fleet.get("c0:1") is before
+            assert len(router.fleet.decode_workers()) == 2
+            assert await outcome_of(router, 1) == "right"
+
+    virtual(main)
+    said = [r.message.partition(",")[0] for r in caplog.records if r.name == "router.discovery"]
+    assert said.count("colocated c0:1 is back") == 1
+    assert [line for line in said if line.startswith("lost colocated c0:1")]
+
+
 # --- T50 ------------------------------------------------------------------------------------------
 
 

@@ -5,6 +5,7 @@ ten seconds, its requests go on elsewhere with the right tokens, and it is back 
 import contextlib
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,10 @@ def is_used(c: Cluster, name: str) -> bool:
     return worker is not None and "excluded" not in worker
 
 
+def is_unwell(url: str) -> bool:
+    return httpx.get(url, timeout=10).status_code == 503
+
+
 def disturbed(c: Cluster, folder: Path, role: str, thread: str, salt: int) -> None:
     is_prefill = role == "prefill"
     prompt, max_tokens = (LONG, 30) if is_prefill else (LONG[:300], 400)
@@ -71,8 +76,8 @@ def disturbed(c: Cluster, folder: Path, role: str, thread: str, salt: int) -> No
         assert time.monotonic() - began < WITHIN_S
         assert httpx.get(f"{c.url}/ready").status_code == 200, "there is another one"
         assert any(c.addresses[name] in r for r in httpx.get(f"{c.url}/ready").json()["reasons"])
-        for path in ("/health", "/ready"):
-            assert wait_for(lambda p=path: httpx.get(metrics + p).status_code == 503, 5)
+        assert wait_for(partial(is_unwell, f"{metrics}/health"), 5)
+        assert is_unwell(f"{metrics}/ready")
         text = stream.join()
         assert c.processes[name].poll() is None
     assert wait_for(lambda: is_used(c, name), 10), c.logs()
