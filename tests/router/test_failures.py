@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
 
+import httpx
 import pytest
 
 from common.errors import (
@@ -537,3 +538,25 @@ def test_running_streams_keep_their_chunk_budget_when_prompts_come_to_them() -> 
                 assert await stream.is_right()
 
     virtual(main)
+
+
+def test_the_router_s_metrics_port_answers_while_its_loop_hangs(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """T09, with a bound of a tenth of a second."""
+    monkeypatch.setattr("common.watchdog.LOOP_S", 0.1)
+    with Stack(model_dir, FakeWorker(script=counting)) as stack:
+        url = f"http://127.0.0.1:{stack.router.metrics_server.port}/health"
+        assert httpx.get(url).json() == {"status": "ok"}
+        found: list[httpx.Response] = []
+
+        def hang() -> None:
+            """Holds the loop until the port has told so."""
+            while not found or found[-1].status_code == 200:
+                found.append(httpx.get(url, timeout=10))
+
+        stack.do(hang)
+        assert found[-1].status_code == 503
+        assert "its event loop has not turned for" in found[-1].json()["reason"]
+        stack.until(lambda: stack.router.watch.fault == "")
+        assert stack.complete("x", max_tokens=2).status_code == 200
