@@ -2,7 +2,7 @@
 
     .venv/bin/python -m setup.write_docs      (or: make docs)
 
-docs/options.md and docs/metrics.md are made whole. docs/api.md has two tables between marks.
+docs/options.md is made whole; tables between marks in docs/api.md and docs/metrics.md.
 """
 
 import re
@@ -70,21 +70,13 @@ def _shown(default: Any) -> str:
 
 
 def metrics() -> str:
-    lines = [
-        "# Metrics",
-        "",
-        MADE,
-        "",
-        "Every process serves Prometheus metrics on a port of its own (`--metrics`; `/v1/fleet` names the workers'). Counters end in `_total`.",
-        "",
-    ]
+    lines = ["| metric | type | labels | what |", "|---|---|---|---|"]
     for title, found in (
         ("The router", RouterMetrics(Fleet(), Admission(1))),
         ("Each worker", WorkerMetrics()),
     ):
-        lines += [f"## {title}", "", "| metric | type | labels | what |", "|---|---|---|---|"]
+        lines.append(f"| **{title}** | | | |")
         lines += sorted(_rows(found))
-        lines.append("")
     return "\n".join(lines)
 
 
@@ -111,13 +103,14 @@ def _cell(text: str) -> str:
     return text.replace("|", "\\|")
 
 
-def api(written: str) -> str:
-    """docs/api.md with its tables made anew."""
-    for mark, made in (("limits", limits.table()), ("protocols", protocols.table())):
+def filled(page: Path, **tables: str) -> str:
+    """The page, with its tables made anew."""
+    written = page.read_text()
+    for mark, made in tables.items():
         pattern = re.compile(rf"(<!-- {mark}: [^\n]*-->\n).*?(\n<!-- end -->)", re.S)
         place = pattern.search(written)
         if place is None:
-            raise SystemExit(f"docs/api.md has no place for {mark}")
+            raise SystemExit(f"{page} has no place for {mark}")
         written = written[: place.end(1)] + made.strip() + written[place.start(2) :]
     return written
 
@@ -126,8 +119,10 @@ def pages() -> dict[Path, str]:
     """What each page should be."""
     return {
         DOCS / "options.md": options(),
-        DOCS / "metrics.md": metrics(),
-        DOCS / "api.md": api((DOCS / "api.md").read_text()),
+        DOCS / "metrics.md": filled(DOCS / "metrics.md", metrics=metrics()),
+        DOCS / "api.md": filled(
+            DOCS / "api.md", limits=limits.table(), protocols=protocols.table()
+        ),
     }
 
 

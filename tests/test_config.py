@@ -231,12 +231,6 @@ def test_a_config_cannot_be_changed() -> None:
         config.prefill = 2  # type: ignore[misc]
 
 
-def test_the_readme_names_every_option_of_serve() -> None:
-    readme = (Path(__file__).resolve().parent.parent / "README.md").read_text(encoding="utf-8")
-    missing = [flag(name) for name in option_fields("serve") if f"`{flag(name)}" not in readme]
-    assert missing == []
-
-
 @pytest.mark.parametrize(
     ("command", "name"), [("plan", "json"), ("plan", "plot"), ("quality", "json")]
 )

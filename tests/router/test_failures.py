@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
 
+import httpx
 import pytest
 
 from common.errors import (
@@ -392,6 +393,26 @@ def test_the_wait_for_a_worker_counts_from_the_latest_loss() -> None:
     virtual(main)
 
 
+def test_a_worker_that_is_back_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    """T15: the same life of it, after its connection was lost."""
+    caplog.set_level("INFO")
+
+    async def main() -> None:
+        async with fleet(num_prefill=0, num_decode=0) as f:
+            router = await beside(f, TWO_COLOCATED)
+            before = router.fleet.get("c0:1")
+            f.network.drop("c0:1", "Watch")
+            await asyncio.sleep(2.0)
+            assert router.fleet.get("c0:1") is before
+            assert len(router.fleet.decode_workers()) == 2
+            assert await outcome_of(router, 1) == "right"
+
+    virtual(main)
+    said = [r.message.partition(",")[0] for r in caplog.records if r.name == "router.discovery"]
+    assert said.count("colocated c0:1 is back") == 1
+    assert [line for line in said if line.startswith("lost colocated c0:1")]
+
+
 # --- T50 ------------------------------------------------------------------------------------------
 
 
@@ -517,3 +538,25 @@ def test_running_streams_keep_their_chunk_budget_when_prompts_come_to_them() -> 
                 assert await stream.is_right()
 
     virtual(main)
+
+
+def test_the_router_s_metrics_port_answers_while_its_loop_hangs(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """T09, with a bound of a tenth of a second."""
+    monkeypatch.setattr("common.watchdog.LOOP_S", 0.1)
+    with Stack(model_dir, FakeWorker(script=counting)) as stack:
+        url = f"http://127.0.0.1:{stack.router.metrics_server.port}/health"
+        assert httpx.get(url).json() == {"status": "ok"}
+        found: list[httpx.Response] = []
+
+        def hang() -> None:
+            """Holds the loop until the port has told so."""
+            while not found or found[-1].status_code == 200:
+                found.append(httpx.get(url, timeout=10))
+
+        stack.do(hang)
+        assert found[-1].status_code == 503
+        assert "its event loop has not turned for" in found[-1].json()["reason"]
+        stack.until(lambda: stack.router.watch.fault == "")
+        assert stack.complete("x", max_tokens=2).status_code == 200

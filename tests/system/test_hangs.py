@@ -52,13 +52,13 @@ def shown(c: Cluster, name: str) -> dict[str, Any] | None:
     return next((w for w in workers if w["address"] == c.addresses[name]), None)
 
 
-def answers(url: str, status: int) -> bool:
-    return httpx.get(url).status_code == status
-
-
 def is_used(c: Cluster, name: str) -> bool:
     worker = shown(c, name)
     return worker is not None and "excluded" not in worker
+
+
+def is_unwell(url: str) -> bool:
+    return httpx.get(url, timeout=10).status_code == 503
 
 
 def disturbed(c: Cluster, folder: Path, role: str, thread: str, salt: int) -> None:
@@ -76,8 +76,8 @@ def disturbed(c: Cluster, folder: Path, role: str, thread: str, salt: int) -> No
         assert time.monotonic() - began < WITHIN_S
         assert httpx.get(f"{c.url}/ready").status_code == 200, "there is another one"
         assert any(c.addresses[name] in r for r in httpx.get(f"{c.url}/ready").json()["reasons"])
-        for url in (f"{metrics}/health", f"{metrics}/ready"):
-            assert wait_for(partial(answers, url, 503), 5)
+        assert wait_for(partial(is_unwell, f"{metrics}/health"), 5)
+        assert is_unwell(f"{metrics}/ready")
         text = stream.join()
         assert c.processes[name].poll() is None
     assert wait_for(lambda: is_used(c, name), 10), c.logs()
