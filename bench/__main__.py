@@ -14,7 +14,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from bench import handoff, interference, router, scheduler, serve, simulator_tables
+from bench import handoff, hostile, interference, router, scheduler, serve, simulator_tables
 
 DEFAULT = ("serve", "handoff", "router", "scheduler")
 CHECKED = ("scheduler", "interference", "plan-speed", "prediction", "grid")
@@ -27,7 +27,14 @@ def main() -> int:
         "targets", nargs="*", choices=[*TARGETS, []], help=f"default: {' '.join(DEFAULT)}"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the numbers here")
+    parser.add_argument(
+        "--hostile", action="store_true", help="router: beside requests that ask for far too much"
+    )
     options = parser.parse_args()
+    if options.hostile:
+        if options.targets != ["router"]:
+            parser.error("--hostile is of the target router")
+        options.targets = ["hostile"]
     results: dict[str, Any] = {}
     console = Console(width=120)
     for target in options.targets or DEFAULT:
@@ -35,7 +42,8 @@ def main() -> int:
     if options.json is not None:
         options.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     has_held = all(check["holds"] for check in results.get("handoff", []))
-    has_held &= all(results[name]["holds"] for name in CHECKED if name in results)
+    checked = (*CHECKED, "hostile")
+    has_held &= all(results[name]["holds"] for name in checked if name in results)
     return 0 if has_held else 1
 
 
@@ -175,6 +183,35 @@ def print_interference(console: Console) -> dict[str, Any]:
     return {**asdict(report), "holds": report.holds}
 
 
+def print_hostile(console: Console) -> dict[str, Any]:
+    table = Table(
+        title=f"{hostile.NUM_STREAMS} streams beside requests that ask for far too much; medians "
+        f"of {hostile.NUM_RUNS} runs"
+    )
+    for name in ("kind", "gap ms", "without", "times", "/health ms", "stall ms", "answers"):
+        table.add_column(name, justify="left" if name in ("kind", "answers") else "right")
+    report = hostile.run()
+    for row in report.rows:
+        table.add_row(
+            row.kind,
+            f"{1e3 * row.attack.gap_s:.0f}",
+            f"{1e3 * row.base.gap_s:.0f}",
+            f"{row.ratio:.2f}",
+            f"{1e3 * row.attack.health_s:.0f}",
+            f"{1e3 * row.attack.stall_s:.0f}",
+            row.statuses,
+        )
+    console.print(table)
+    ended = ", ".join(report.dead) or "nothing"
+    console.print(
+        f"killed under {hostile.ADDRESS_SPACE / 1e9:g} GB of address space for the router: "
+        f"{ended}; "
+        f"gaps at most {hostile.MAX_RATIO:g} times, /health within {hostile.MAX_HEALTH_S:g} s: "
+        f"{'holds' if report.holds else 'DOES NOT HOLD'}"
+    )
+    return {**asdict(report), "holds": report.holds}
+
+
 PRINTERS: dict[str, Callable[[Console], Any]] = {
     "plan-speed": simulator_tables.print_plan_speed,
     "prediction": simulator_tables.print_prediction,
@@ -182,6 +219,7 @@ PRINTERS: dict[str, Callable[[Console], Any]] = {
     "serve": print_serve,
     "handoff": print_handoff,
     "router": print_router,
+    "hostile": print_hostile,
     "scheduler": print_scheduler,
     "interference": print_interference,
 }

@@ -26,7 +26,7 @@ MAX_JSON_OBJECTS = 200_000
 MAX_INTEGER_DIGITS = 400
 LARGE_BODY_BYTES = 32 * KIB
 """From here on a body is parsed in a thread."""
-PARSING_THREADS = 2
+PARSING_THREADS = 1
 SMALL_BODY_BYTES = 64 * KIB
 MAX_BODIES_BYTES = 256 * MIB
 """Of all requests under way, larger ones than `SMALL_BODY_BYTES`."""
@@ -52,7 +52,7 @@ MAX_SALT_CHARS = 256
 # --- the form of an answer ------------------------------------------------------------------------
 MAX_GRAMMAR_CHARS = 256 * KIB
 MAX_CHOICES = 4096
-MAX_OPTIONAL_PROPERTIES = 1500
+MAX_OPTIONAL_PROPERTIES = 500
 MAX_SCHEMA_ITEMS = 10_000
 MAX_SCHEMA_ITEMS_TOTAL = 100_000
 MAX_SCHEMA_LENGTH = 2**31 - 1

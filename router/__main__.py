@@ -1,5 +1,6 @@
 """The router's process. `tandem router` calls `run`."""
 
+import gc
 import logging
 import sys
 
@@ -14,6 +15,8 @@ from common.worker import until_signal
 from router.wiring import open_router
 
 log = logging.getLogger(__name__)
+
+SWITCH_S = 0.001
 
 
 def run(config: RouterConfig) -> int:
@@ -46,5 +49,15 @@ async def _run(config: RouterConfig) -> None:
         tls = InternalTls.of(config.internal_tls)
         router = open_router(config, connect=connect if tls is None else tls.connect)
         router.service.compiler.warm()
+        _yield_often()
         await router.run(stop)
         group.cancel_scope.cancel()
+
+
+def _yield_often() -> None:
+    """What is loaded stays, so collections need not look at it; and threads that read large
+    requests hand the interpreter back to the event loop soon.
+    """
+    gc.collect()
+    gc.freeze()
+    sys.setswitchinterval(SWITCH_S)

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from common.errors import InvalidRequest, UnsupportedParameter
-from router.json_body import shortened
+from common.limits import LARGE_BODY_BYTES
+from router.json_body import is_within, shortened
 
 _KIND_NAMES = {str: "a string", bool: "true or false", dict: "an object", int: "an integer"}
 
@@ -19,6 +20,10 @@ class Fields:
         self._values = values
         self._unread = dict.fromkeys(values)
         self._within = within
+
+    @property
+    def are_small(self) -> bool:
+        return is_within(self._values, LARGE_BODY_BYTES)
 
     def take(self, name: str) -> Any:
         """The value as it came; None when absent or null."""

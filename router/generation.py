@@ -35,6 +35,7 @@ from router.chat_template import Message
 from router.compiler import GrammarCompiler
 from router.detokenizer import TokenTexts
 from router.dispatch import Placing
+from router.fields import Fields
 from router.fleet import Fleet
 from router.journey import Inbox, Journey
 from router.json_body import parse_json_object, shortened
@@ -279,6 +280,10 @@ class TextService:
         if key is None or not self._salts_by_key:
             return options
         return dataclasses.replace(options, cache_salt=key.salted(options.cache_salt))
+
+    async def reading(self, fields: Fields, read: Callable[[], T]) -> T:
+        """What `read` makes of a request's fields, in a thread when they are large."""
+        return read() if fields.are_small else await self.in_thread(read)
 
     async def parse(self, body: bytes) -> dict[str, Any]:
         """A JSON object that came inside another request, a large one in a thread."""

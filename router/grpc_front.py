@@ -7,6 +7,7 @@ The parameters go through the same readers as JSON fields do.
 import contextlib
 import logging
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any
 
 import grpc
@@ -182,7 +183,9 @@ class _Generate:
         request = _parsed(data)
         service.check_model(request.model or None)
         fields = Fields(_parameters(request))
-        options = read_completion_options(fields, service.vocabulary)
+        options = await service.reading(
+            fields, partial(read_completion_options, fields, service.vocabulary)
+        )
         prompt = await _prompt(service, request, fields, options)
         key = service.keys.check(dict(context.invocation_metadata()))
         options = await service.checked(options, [prompt], key, grpc_peer(context))

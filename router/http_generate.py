@@ -161,7 +161,10 @@ class CompletionEndpoint(GenerateEndpoint):
     default_max_tokens = DEFAULT_COMPLETION_TOKENS
 
     async def read(self, fields: Fields) -> Ask:
-        options = read_completion_options(fields, self._service.vocabulary)
+        service = self._service
+        options = await service.reading(
+            fields, partial(read_completion_options, fields, service.vocabulary)
+        )
         given = fields.take("prompt")
         fields.finish()
         prompts = await completion_prompts(self._service, fields, given, options)
@@ -198,7 +201,7 @@ async def read_chat(
     service: TextService, fields: Fields, places: Sequence[str] | None = None
 ) -> Ask:
     """A request in the words of chat completions. `places`: what the client calls its messages."""
-    options = read_chat_options(fields, service.vocabulary)
+    options = await service.reading(fields, partial(read_chat_options, fields, service.vocabulary))
     given = fields.take("messages")
     continues = fields.boolean("continue_final_message", False)
     add_generation_prompt = fields.boolean("add_generation_prompt", not continues)
@@ -216,7 +219,9 @@ async def read_chat(
     if effort is not None:
         variables = {"reasoning_effort": effort} | variables
     takes_parts = service.tokenizer.template.takes_parts
-    messages = normalized_messages(given, takes_parts=takes_parts, places=places)
+    messages = await service.reading(
+        fields, partial(normalized_messages, given, takes_parts=takes_parts, places=places)
+    )
     prompt = await chat_prompt(
         service,
         messages,
@@ -280,7 +285,10 @@ async def completion_prompts(
             raise fields.wrong("prompt", "must not mix texts, token ids and lists", given)
         given = [given]
     size = service.vocabulary.size
-    return [service.cut(fields.token_ids("prompt", ids, size), options) for ids in given]
+    return await service.reading(
+        fields,
+        lambda: [service.cut(fields.token_ids("prompt", ids, size), options) for ids in given],
+    )
 
 
 def count_request(service: TextService, endpoint: str, error: TandemError | None) -> None:

@@ -11,6 +11,7 @@ import math
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from common.errors import InvalidRequest, ModelNotFound
@@ -209,7 +210,9 @@ async def read_infer(
     values = {name: _scalar(v) if name in _SCALARS else v for name, v in given.items()}
     refuse_unanswered(Fields(values))
     fields = Fields(values | {"return_token_ids": True})
-    options = read_completion_options(fields, service.vocabulary)
+    options = await service.reading(
+        fields, partial(read_completion_options, fields, service.vocabulary)
+    )
     fields.finish()
     prompts = await service.encode_texts(text_input.values, options)
     options = await service.checked(options, prompts, key, peer)

@@ -25,6 +25,7 @@ from common.errors import ConfigError, ContextLengthExceeded, InvalidRequest
 from router.chat_template import ChatTemplate, Message, load_chat_template
 from router.detokenizer import Detokenizer, TokenTexts
 from router.json_body import is_within
+from router.slices import SLICE, matches
 
 T = TypeVar("T")
 
@@ -50,6 +51,7 @@ class Tokenizer:
         added = tokenizer.get_added_tokens_decoder().values()
         control = sorted((t.content for t in added if t.special), key=len, reverse=True)
         self._control = re.compile("|".join(map(re.escape, control)) or "(?!)")
+        self._longest_control = max(map(len, control), default=1)
         self._max_token_bytes = texts.max_bytes
         self._threads: anyio.CapacityLimiter | None = None
 
@@ -87,18 +89,18 @@ class Tokenizer:
         variables: dict[str, Any] | None = None,
     ) -> list[int]:
         """Token ids of a chat. Raises InvalidRequest with the template's reason."""
-        num_chars = sum(len(str(m.get("content"))) for m in messages)
-        if num_chars > max_tokens * self._max_token_bytes:
-            raise _too_long(num_chars, self._max_token_bytes, max_tokens)
         given: dict[str, Any] = {"messages": messages} | (variables or {})
-        ending = _Ending(given) if continue_final_message else None
-        if ending is not None:
-            given = ending.chat
-        has_control = self._has_control(given)
 
         def work() -> list[int]:
-            marked = _Marked.around(given, self._control) if has_control else None
-            chat = given if marked is None else marked.chat
+            num_chars = sum(len(str(m.get("content"))) for m in messages)
+            if num_chars > max_tokens * self._max_token_bytes:
+                raise _too_long(num_chars, self._max_token_bytes, max_tokens)
+            ending = _Ending(given) if continue_final_message else None
+            chat = given if ending is None else ending.chat
+            marked = None
+            if self._has_control(chat):
+                marked = _Marked.around(chat, self._control, self._longest_control)
+                chat = marked.chat
             text = self.template.render(
                 chat["messages"], chat | {"add_generation_prompt": add_generation_prompt}
             )
@@ -109,7 +111,8 @@ class Tokenizer:
                 return self._encode(text, False)
             return self._encode_pieces(marked.split(text))
 
-        is_large = has_control or not is_within(given, _THREAD_FROM_CHARS)
+        # control tokens take a second tokenizer, which may have to be loaded
+        is_large = not is_within(given, _THREAD_FROM_CHARS) or self._has_control(given)
         return await self._run(is_large, work)
 
     def decode(self, token_ids: list[int]) -> str:
@@ -142,7 +145,7 @@ class Tokenizer:
 
     def _has_control(self, value: Any) -> bool:
         if isinstance(value, str):
-            return self._control.search(value) is not None
+            return next(matches(self._control, value, self._longest_control), None) is not None
         if isinstance(value, dict):
             return any(map(self._has_control, value.values()))
         return isinstance(value, list) and any(map(self._has_control, value))
@@ -214,13 +217,17 @@ def _private_characters() -> Iterator[int]:
 class _Marked:
     """A chat whose control tokens are wrapped in two characters that occur nowhere else in it."""
 
-    def __init__(self, chat: dict[str, Any], pattern: re.Pattern[str]) -> None:
+    def __init__(self, chat: dict[str, Any], pattern: re.Pattern[str], longest: int) -> None:
         self.chat = chat
         self._pattern = pattern
+        self._longest = longest
 
     @classmethod
-    def around(cls, chat: dict[str, Any], control: re.Pattern[str]) -> "_Marked":
-        used = set(json.dumps(chat, ensure_ascii=False))
+    def around(cls, chat: dict[str, Any], control: re.Pattern[str], longest: int) -> "_Marked":
+        used: set[str] = set()
+        words = json.dumps(chat, ensure_ascii=False)
+        for at in range(0, len(words), SLICE):
+            used.update(words[at : at + SLICE])
         free = (mark for mark in map(chr, _private_characters()) if mark not in used)
         start, end = next(free, None), next(free, None)
         if start is None or end is None:
@@ -230,18 +237,28 @@ class _Marked:
 
         def mark(value: Any) -> Any:
             if isinstance(value, str):
-                return type(value)(control.sub(f"{start}\\g<0>{end}", value))
+                parts, at = [], 0
+                for match in matches(control, value, longest):
+                    parts += [value[at : match.start()], start, match[0], end]
+                    at = match.end()
+                return "".join([*parts, value[at:]])
             if isinstance(value, dict):
                 return {key: mark(inner) for key, inner in value.items()}
             return [mark(inner) for inner in value] if isinstance(value, list) else value
 
-        return cls(mark(chat), re.compile(f"{start}({control.pattern}){end}|[{start}{end}]"))
+        pattern = re.compile(f"{start}({control.pattern}){end}|[{start}{end}]")
+        return cls(mark(chat), pattern, longest + 2)
 
     def split(self, text: str) -> list[str | None]:
         """Text, marked token, text, ...; a template may have cut a mark in half, then the token is
         None.
         """
-        return self._pattern.split(text)
+        found: list[str | None] = []
+        at = 0
+        for match in matches(self._pattern, text, self._longest):
+            found += [text[at : match.start()], match[1]]
+            at = match.end()
+        return [*found, text[at:]]
 
 
 def load_tokenizer(directory: Path, chat_template: Path | None = None) -> Tokenizer:

@@ -9,6 +9,7 @@ before the pass, `Pending.masks` after it. The tokenizer is loaded with the firs
 """
 
 import ctypes
+import os
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
@@ -25,6 +26,7 @@ from common.grammar_limits import new_matcher
 from common.limits import MAX_COMPILED_BYTES
 from common.types import OutputKey
 
+COMPILE_NICE = 15
 LEAST_BYTES = 64 * 1024
 """Of a compiled grammar, beside its text."""
 
@@ -65,7 +67,9 @@ class GrammarTable:
         self._tokenizer: LLTokenizer | None = None
         self._executor: LLExecutor | None = None
         self._beside = ThreadPoolExecutor(1, thread_name_prefix="grammar")
-        self._compiling = ThreadPoolExecutor(1, thread_name_prefix="compile")
+        self._compiling = ThreadPoolExecutor(
+            1, thread_name_prefix="compile", initializer=_step_back
+        )
         self._compiled = CompiledCache()
         self._lock = threading.Lock()
         self._matchers: dict[OutputKey, LLMatcher] = {}
@@ -139,6 +143,13 @@ class GrammarTable:
         with self._lock:
             self._compiled.put(grammar, matcher, num_bytes)
         return matcher
+
+
+def _step_back() -> None:
+    """The thread that calls this lets others go first (on Linux a thread has a priority of its
+    own).
+    """
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), COMPILE_NICE)
 
 
 class CompiledCache:

@@ -7,6 +7,7 @@ any batch, on any worker, and after being moved. No row's arithmetic looks at an
 step of greedy rows costs one argmax.
 """
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from weakref import WeakValueDictionary
@@ -31,6 +32,9 @@ vocabulary.
 SCORED_AT_ONCE = 64
 """Prompt rows whose log-probabilities are in memory at the same time."""
 
+NUM_LATEST_BIASES = 4
+"""Kept on the device without an output that uses them."""
+
 ALIGN = 16
 """Logits that rows on a GPU are padded to a multiple of."""
 
@@ -47,19 +51,23 @@ class Bias:
 
     @staticmethod
     def of(given: tuple[tuple[int, float], ...], vocab_size: int, place: torch.device) -> "Bias":
-        within = [(i, b) for i, b in given if 0 <= i < vocab_size]
+        pairs = np.array(given, dtype=np.float64).reshape(-1, 2)
+        pairs = pairs[(pairs[:, 0] >= 0) & (pairs[:, 0] < vocab_size)]
         return Bias(
             given,
-            sent(np.array([i for i, _ in within], dtype=np.int64), place),
-            sent(np.array([b for _, b in within], dtype=np.float32), place),
+            sent(pairs[:, 0].astype(np.int64), place),
+            sent(pairs[:, 1].astype(np.float32), place),
         )
 
 
 class Biases:
-    """Those that outputs use now, by the identity of what the request holds."""
+    """Those that outputs use, by the identity of what the request holds; the latest few also when
+    nobody does, since a prefill worker computes one prompt after the other.
+    """
 
     def __init__(self) -> None:
         self._known: WeakValueDictionary[int, Bias] = WeakValueDictionary()
+        self._latest: deque[Bias] = deque(maxlen=NUM_LATEST_BIASES)
 
     def __len__(self) -> int:
         return len(self._known)
@@ -70,6 +78,7 @@ class Biases:
         found = self._known.get(id(given))
         if found is None:
             found = self._known[id(given)] = Bias.of(given, vocab_size, place)
+            self._latest.append(found)
         return found
 
 
@@ -113,7 +122,7 @@ class Extras:
 
         extras = cls(
             params=params,
-            bias=(biases or Biases()).of(params.logit_bias, vocab_size, place),
+            bias=(Biases() if biases is None else biases).of(params.logit_bias, vocab_size, place),
             stop_ids=ids(params.stop_token_ids),
         )
         extras._remember(output.tolist())

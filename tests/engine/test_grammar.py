@@ -1,5 +1,6 @@
 """Masks, bad words and scores in the sampler, and the table of matchers behind the masks."""
 
+import dataclasses
 from pathlib import Path
 
 import numpy as np
@@ -8,8 +9,8 @@ import torch
 from llguidance import LLMatcher
 from tokenizers import Tokenizer
 
-from common.engine.grammar import GrammarTable, TokenMasks
-from common.engine.sampler import Extras, SamplingRows, sample, score
+from common.engine.grammar import CompiledCache, GrammarTable, TokenMasks
+from common.engine.sampler import Biases, Extras, SamplingRows, sample, score
 from common.types import SamplingParams
 
 VOCAB = 49152
@@ -147,3 +148,56 @@ def test_masks_are_repeated_for_the_outputs_of_a_prompt(table: GrammarTable) -> 
     masks = pending.masks([2, 3, 1])
     assert masks.rows.tolist() == [2, 3, 4]
     assert len(masks.bits) == 3
+
+
+def test_outputs_of_one_call_share_their_bias_on_the_device() -> None:
+    biases, none = Biases(), np.zeros(0, dtype=np.int32)
+    params = SamplingParams(max_tokens=9, logit_bias=((3, 1.5), (69, -2.0), (70, 9.0)))
+
+    def extras(params: SamplingParams) -> Extras:
+        found = Extras.of(params, none, none, 70, "cpu", biases)
+        assert found is not None
+        return found
+
+    first, second = extras(params), extras(dataclasses.replace(params, seed=5))
+    assert first.bias is second.bias
+    assert first.bias.ids.tolist() == [3, 69]
+    assert first.bias.values.tolist() == [1.5, -2.0]
+    row = torch.zeros(70)
+    second.apply(row, 0)
+    assert {i: row[i].item() for i in torch.nonzero(row).flatten().tolist()} == {3: 1.5, 69: -2.0}
+    same = extras(
+        dataclasses.replace(params, logit_bias=(*params.logit_bias[:2], params.logit_bias[2]))
+    )
+    assert same.bias is not first.bias  # equal, but another call's
+    for number in range(20):
+        extras(dataclasses.replace(params, logit_bias=((number, 1.0),)))
+    assert len(biases) <= 6  # the two that are used, and the latest
+
+
+def test_compiled_grammars_are_kept_by_their_bytes() -> None:
+    cache: CompiledCache = CompiledCache(max_bytes=100)
+    matchers = [object() for _ in range(4)]
+    for number, matcher in enumerate(matchers[:3]):
+        cache.put(str(number), matcher, 40)  # type: ignore[arg-type]
+    assert [cache.get(str(n)) for n in range(3)] == [None, *matchers[1:3]]
+    cache.get("1")
+    cache.put("3", matchers[3], 40)  # type: ignore[arg-type]
+    assert [cache.get(str(n)) for n in range(4)] == [None, matchers[1], None, matchers[3]]
+    cache.put("large", matchers[0], 1_000)  # type: ignore[arg-type]
+    assert (len(cache), cache.num_bytes) == (1, 1_000)
+    assert cache.get("large") is matchers[0]
+    cache.put("large", matchers[1], 10)  # type: ignore[arg-type]
+    assert (len(cache), cache.num_bytes) == (1, 10)
+
+
+def test_a_grammar_is_compiled_beside_the_steps_and_once(table: GrammarTable) -> None:
+    grammar = LLMatcher.grammar_from_regex("beside[0-9]+")
+    matcher = table.prepare(grammar).result(30)
+    assert table.prepare(grammar).result(30) is matcher
+    assert table._compile(grammar) is matcher
+    num_bytes = table._compiled.num_bytes
+    assert num_bytes >= 64 * 1024
+    table.start("one", grammar, [])
+    assert not table.has_failed("one")
+    assert table._compiled.num_bytes == num_bytes

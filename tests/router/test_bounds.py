@@ -46,7 +46,7 @@ def refused(response: httpx.Response, words: str, status: int = 400) -> None:
 # --- T01: numbers of a schema or a grammar --------------------------------------------------------
 
 INTEGERS = {"type": "array", "items": {"type": "integer"}}
-MANY = {f"p{i}": {"type": "integer"} for i in range(1501)}
+MANY = {f"p{i}": {"type": "integer"} for i in range(501)}
 BEYOND: list[tuple[dict[str, Any], str]] = [
     ({"guided_json": INTEGERS | {"maxItems": 100_000_000}}, "the limit is 10000"),
     ({"guided_json": INTEGERS | {"minItems": MAX_SCHEMA_ITEMS + 1}}, "minItems 10001"),
@@ -54,7 +54,7 @@ BEYOND: list[tuple[dict[str, Any], str]] = [
     ({"guided_json": {"allOf": [{"$ref": "#/x/y"}], "x": {"y": {"maxItems": 1e9}}}}, "maxItems"),
     ({"guided_json": {"type": "string", "maxLength": 2**31}}, "maxLength"),
     ({"guided_json": {"type": "object", "maxProperties": 10**6}}, "maxProperties"),
-    ({"guided_json": {"type": "object", "properties": MANY}}, "1501 optional properties"),
+    ({"guided_json": {"type": "object", "properties": MANY}}, "501 optional properties"),
     ({"guided_json": {"anyOf": [{"const": i} for i in range(1001)]}}, "1001 entries in anyOf"),
     ({"guided_json": {"enum": list(range(4097))}}, "4097 entries in enum"),
     ({"guided_json": {"type": "string", "pattern": "a{100000}"}}, "100000 times"),
@@ -83,7 +83,7 @@ def test_t01_every_number_of_a_form_is_bounded(
 @pytest.mark.parametrize(
     "fields",
     [
-        {"guided_json": {"type": "object", "properties": dict(list(MANY.items())[:1500])}},
+        {"guided_json": {"type": "object", "properties": dict(list(MANY.items())[:500])}},
         {"guided_json": INTEGERS | {"maxItems": MAX_SCHEMA_ITEMS}},
         {"guided_choice": [f"choice {i}" for i in range(4096)]},
         {"guided_json": {"enum": [[i] for i in range(4096)]}},

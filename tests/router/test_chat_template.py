@@ -54,7 +54,7 @@ def test_no_character_is_missed_as_a_mark(tokenizer: Tokenizer) -> None:
     assert said.count(end) == encode(tokenizer, [{"role": "user", "content": "a"}]).count(end)
     wide = [*range(0xE000, 0xF900), *range(0xF0000, 0xFFFFE), *range(0x100000, 0x10FFFE)]
     with pytest.raises(InvalidRequest):
-        _Marked.around({"messages": "".join(map(chr, wide))}, re.compile("x"))
+        _Marked.around({"messages": "".join(map(chr, wide))}, re.compile("x"), 1)
 
 
 def encode(tokenizer: Tokenizer, messages: list[dict[str, Any]], **settings: Any) -> list[int]:
