@@ -92,11 +92,11 @@ class WatchThread:
                     self._watchdog.pinged(now)
             if must_ping:
                 self._call(self._answered)
-            if verdict.fault and not self.fault:
+            before, self.fault = self.fault, verdict.fault
+            if verdict.fault and not before:
                 log.error("this process hangs: %s", verdict.fault)
-            if bool(verdict.fault) != bool(self.fault):
+            if bool(verdict.fault) != bool(before):
                 self._call(self._on_fault, verdict.fault)
-            self.fault = verdict.fault
             if verdict.must_exit:
                 self._exit()
 
