@@ -5,10 +5,23 @@ import pytest
 
 from common.errors import PrefillLost, WorkerLost
 from common.rpc import Stream
+from common.types import Role
+from common.worker import Identity
 from decode_worker.links import Links, how_to_agree
 from decode_worker.peers import AllowedPeers
 
 OURS = "fp8_e4m3, blocks of 16, 30 layers, 3 KV heads of 64, weights auto, offsets aa, layout 11"
+IDENTITY = Identity(
+    role=Role.DECODE,
+    incarnation="00000000000000d0",
+    metrics="",
+    model_fingerprint=b"model",
+    layout=OURS,
+    layout_fingerprint=b"layout",
+    block_size=16,
+    max_model_len=100,
+    vocab_size=100,
+)
 
 
 def test_t38_the_advice_is_about_what_differs() -> None:
@@ -76,7 +89,7 @@ class NobodyAnswers:
 def test_t36_addresses_that_do_not_answer_are_forgotten() -> None:
     opened: set[str] = set()
     links = Links(
-        identity=None,  # type: ignore[arg-type]  # nobody gets as far as to be told
+        identity=IDENTITY,
         transport=None,  # type: ignore[arg-type]
         zone=None,  # type: ignore[arg-type]
         connect=lambda address: NobodyAnswers(address, opened),
