@@ -252,17 +252,19 @@ def _kv_heads(fields: Fields, family: Family, num_heads: int) -> int:
 
 def _head_dim(fields: Fields, family: Family, hidden_size: int, num_heads: int) -> int:
     default = family.default_head_dim
-    if default is None:
-        if not fields.has("head_dim") and hidden_size % num_heads:
+    if default is None and not fields.has("head_dim"):
+        if hidden_size % num_heads:
             raise UnsupportedModel(
                 f"config.json has no head_dim, and hidden_size {hidden_size} is no multiple of "
                 f"{num_heads} heads"
             )
-        if not fields.has("head_dim"):
-            return hidden_size // num_heads
-    head_dim = fields.integer("head_dim", default)
+        head_dim = hidden_size // num_heads
+    else:
+        head_dim = fields.integer("head_dim", default)
     if head_dim % 2:
-        raise fields.wrong("head_dim", "even: rotary embedding takes channels by pairs")
+        raise UnsupportedModel(
+            f"head_dim is {head_dim}: rotary embedding takes channels by pairs, so it must be even"
+        )
     return head_dim
 
 
