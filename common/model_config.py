@@ -292,6 +292,10 @@ def _sliding_window(fields: Fields, family: Family) -> int | None:
         raise UnsupportedModel(
             f"config.json: layer_types is {kinds!r}; there are {' and '.join(sorted(KINDS))}"
         )
+    if family.default_window is not None and kinds and SLIDING in kinds:
+        raise UnsupportedModel(
+            f"config.json: layer_types names {SLIDING}, which a {family.architecture} does not have"
+        )
     if family.default_window is not None:
         return _window(fields, family.default_window)
     if not fields.boolean("use_sliding_window", False):
@@ -302,7 +306,10 @@ def _sliding_window(fields: Fields, family: Family) -> int | None:
         return None
     first = fields.integer("max_window_layers", 28, least=0)
     slides = SLIDING in kinds if kinds else first < fields.integer("num_hidden_layers")
-    return _window(fields, 4096) if slides else None
+    window = _window(fields, 4096)
+    if kinds and slides and window is None:
+        raise fields.wrong("sliding_window", f"a number of tokens: layer_types names {SLIDING}")
+    return window if slides else None
 
 
 SLIDING = "sliding_attention"
@@ -325,7 +332,7 @@ def _rope(fields: Fields) -> RopeConfig:
     if not isinstance(given, dict) or any(isinstance(value, dict) for value in given.values()):
         raise fields.wrong(name, "one set of parameters for all layers")
     scaling = Fields(given, f"{name}.")
-    theta = (scaling if scaling.has("rope_theta") else fields).number("rope_theta", 10000.0)
+    theta = (scaling if "rope_theta" in given else fields).number("rope_theta", 10000.0)
     part = scaling if scaling.has("partial_rotary_factor") else fields
     if part.has("partial_rotary_factor") and part.number("partial_rotary_factor") != 1.0:
         raise UnsupportedModel("partial_rotary_factor is not supported")

@@ -48,8 +48,9 @@ def pad_heads(tensor: Tensor, dim: int, head_dim: int, size: int) -> Tensor:
     """Dimension `dim` [heads * head_dim] as [heads * size]."""
     if size == head_dim:
         return tensor
-    halves = tensor.unflatten(dim, (-1, 2, head_dim // 2))
     dim %= tensor.ndim
+    before, after = tensor.shape[:dim], tensor.shape[dim + 1 :]
+    halves = tensor.reshape(*before, -1, 2, head_dim // 2, *after)
     return pad_end(halves, dim + 2, size // 2).flatten(dim, dim + 2)
 
 
@@ -57,7 +58,8 @@ def unpad_heads(tensor: Tensor, head_dim: int) -> Tensor:
     """The last dimension, one padded head, as it was."""
     if tensor.shape[-1] == head_dim:
         return tensor
-    return tensor.unflatten(-1, (2, -1))[..., : head_dim // 2].flatten(-2)
+    halves = tensor.reshape(*tensor.shape[:-1], 2, -1)
+    return halves[..., : head_dim // 2].flatten(-2)
 
 
 def norm_weight(weight: Tensor, size: int) -> Tensor:
