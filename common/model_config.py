@@ -292,11 +292,12 @@ def _sliding_window(fields: Fields, family: Family) -> int | None:
         raise UnsupportedModel(
             f"config.json: layer_types is {kinds!r}; there are {' and '.join(sorted(KINDS))}"
         )
-    if family.default_window is not None and kinds and SLIDING in kinds:
-        raise UnsupportedModel(
-            f"config.json: layer_types names {SLIDING}, which a {family.architecture} does not have"
-        )
     if family.default_window is not None:
+        if kinds:
+            raise UnsupportedModel(
+                f"config.json: layer_types ({', '.join(sorted(set(kinds)))}) is nothing that a "
+                f"{family.architecture} has"
+            )
         return _window(fields, family.default_window)
     if not fields.boolean("use_sliding_window", False):
         if kinds and SLIDING in kinds:
