@@ -252,17 +252,19 @@ def _kv_heads(fields: Fields, family: Family, num_heads: int) -> int:
 
 def _head_dim(fields: Fields, family: Family, hidden_size: int, num_heads: int) -> int:
     default = family.default_head_dim
-    if default is None:
-        if not fields.has("head_dim") and hidden_size % num_heads:
+    if default is None and not fields.has("head_dim"):
+        if hidden_size % num_heads:
             raise UnsupportedModel(
                 f"config.json has no head_dim, and hidden_size {hidden_size} is no multiple of "
                 f"{num_heads} heads"
             )
-        if not fields.has("head_dim"):
-            return hidden_size // num_heads
-    head_dim = fields.integer("head_dim", default)
+        head_dim = hidden_size // num_heads
+    else:
+        head_dim = fields.integer("head_dim", default)
     if head_dim % 2:
-        raise fields.wrong("head_dim", "even: rotary embedding takes channels by pairs")
+        raise UnsupportedModel(
+            f"head_dim is {head_dim}: rotary embedding takes channels by pairs, so it must be even"
+        )
     return head_dim
 
 
@@ -291,6 +293,11 @@ def _sliding_window(fields: Fields, family: Family) -> int | None:
             f"config.json: layer_types is {kinds!r}; there are {' and '.join(sorted(KINDS))}"
         )
     if family.default_window is not None:
+        if kinds:
+            raise UnsupportedModel(
+                f"config.json: layer_types ({', '.join(sorted(set(kinds)))}) is nothing that a "
+                f"{family.architecture} has"
+            )
         return _window(fields, family.default_window)
     if not fields.boolean("use_sliding_window", False):
         if kinds and SLIDING in kinds:
@@ -300,7 +307,10 @@ def _sliding_window(fields: Fields, family: Family) -> int | None:
         return None
     first = fields.integer("max_window_layers", 28, least=0)
     slides = SLIDING in kinds if kinds else first < fields.integer("num_hidden_layers")
-    return _window(fields, 4096) if slides else None
+    window = _window(fields, 4096)
+    if kinds and slides and window is None:
+        raise fields.wrong("sliding_window", f"a number of tokens: layer_types names {SLIDING}")
+    return window if slides else None
 
 
 SLIDING = "sliding_attention"
@@ -323,7 +333,7 @@ def _rope(fields: Fields) -> RopeConfig:
     if not isinstance(given, dict) or any(isinstance(value, dict) for value in given.values()):
         raise fields.wrong(name, "one set of parameters for all layers")
     scaling = Fields(given, f"{name}.")
-    theta = (scaling if scaling.has("rope_theta") else fields).number("rope_theta", 10000.0)
+    theta = (scaling if "rope_theta" in given else fields).number("rope_theta", 10000.0)
     part = scaling if scaling.has("partial_rotary_factor") else fields
     if part.has("partial_rotary_factor") and part.number("partial_rotary_factor") != 1.0:
         raise UnsupportedModel("partial_rotary_factor is not supported")

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from common.config import CalibrateConfig, available_cores
 from common.engine.offsets import means_hash, save_means
+from common.engine.padding import unpad_heads
 from common.engine.rope import rope_tables
 from common.engine.runner import ModelRunner, load_runner
 from common.errors import ConfigError
@@ -90,7 +91,8 @@ def measure(runner: ModelRunner, windows: NDArray[np.int32]) -> Tensor:
         for plan in plans_of(window, block_size):
             runner.execute(plan)
         # [blocks, layers, 2, heads, block_size, head_dim] of blocks 1, 2, ...
-        sealed = packed_slices(runner.pool.packed[: num_blocks - 1], runner.layout).double()
+        sealed = packed_slices(runner.pool.packed[: num_blocks - 1], runner.layout)
+        sealed = unpad_heads(sealed, config.head_dim).double()
         positions = torch.arange(block_size, windows.shape[1]).view(-1, 1, 1, block_size)
         a, b = sealed[:, :, 0].chunk(2, dim=-1)
         c, s = cos[positions], sin[positions]

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from common.engine.batch import MAX_RUN_TOKENS, StepBatch
 from common.engine.int8_weights import int8_panels
+from common.engine.padding import PANEL, PaddedSizes, norm_weight, pad_end, pad_heads
 from common.engine.pools import PageArena
 from common.engine.rope import rope_tables
 from common.engine.weights import Checkpoint
-from common.errors import UnsupportedModel
 from common.kernels.cpu import forward as k
 from common.kernels.cpu.attention import scratch_floats
 from common.kernels.cpu.int8_weights import WIDE_FLOATS
@@ -29,7 +29,6 @@ from common.kernels.offsets import Offsets
 from common.model_config import ModelConfig
 
 KINDS: Final = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-PANEL: Final = 16
 FINAL, LOGITS = k.Model._fields.index("final"), k.Model._fields.index("logits")
 
 
@@ -54,9 +53,12 @@ class CpuModel:
         self._num_threads = num_threads
         self._max_num_tokens = 0
         self._max_num_logits = 0
-        self._eps = np.float32(config.rms_norm_eps)
+        self._sizes = sizes = PaddedSizes.of(config)
+        assert pool.layout.head_dim == sizes.head_dim
+        self._eps = np.float32(config.rms_norm_eps * config.hidden_size / sizes.hidden)
+        self._head_eps = np.float32(config.rms_norm_eps * config.head_dim / sizes.head_dim)
         self._scale = np.float32(config.head_dim**-0.5)
-        self._cos, self._sin = rope_tables(config)
+        self._cos, self._sin = rope_tables(config, sizes.head_dim)
         self._sync = np.zeros(FIRST_COUNTER + 2 + config.num_layers * k.PHASES, dtype=np.int64)
         self._pages = np.array(pages_of(pool.packed, pool.exact, pool.layout, offsets))
         self._offsets = offsets
@@ -72,8 +74,8 @@ class CpuModel:
             self._reserve(len(batch.token_ids))
         self._model[0] = self._config.num_layers if num_layers is None else num_layers
         self._on_team(
-            k.layers, self._model, self._weights.layers, self._pages, self._eps, self._scale,
-            batch.token_ids, batch.items, batch.runs, batch.tables,
+            k.layers, self._model, self._weights.layers, self._pages, self._eps, self._head_eps,
+            self._scale, batch.token_ids, batch.items, batch.runs, batch.tables,
         )  # fmt: skip
 
     def logits(self, wanted: NDArray[np.int64]) -> Tensor:
@@ -111,28 +113,28 @@ class CpuModel:
 
     def _reserve(self, tokens: int) -> None:
         """Workspaces for this many rows."""
-        config, weights = self._config, self._weights
+        config, weights, sizes = self._config, self._weights, self._sizes
         self._max_num_tokens = tokens
-        q_width = config.num_heads * config.head_dim
-        kv_width = config.num_kv_heads * config.head_dim
+        q_width = config.num_heads * sizes.head_dim
+        kv_width = config.num_kv_heads * sizes.head_dim
         vocab_padded = -(-config.vocab_size // PANEL) * PANEL
         scratch = self._scratch_floats()
         self._workspaces = []
         model = k.Model(
             num_layers=config.num_layers,
-            hidden=config.hidden_size,
-            inter=config.intermediate_size,
+            hidden=sizes.hidden,
+            inter=sizes.inter,
             heads=config.num_heads,
             kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
+            head_dim=sizes.head_dim,
             vocab_padded=vocab_padded,
             kind=weights.kind,
-            x=self._workspace(tokens, config.hidden_size),
-            normed=self._workspace(tokens, config.hidden_size),
+            x=self._workspace(tokens, sizes.hidden),
+            normed=self._workspace(tokens, sizes.hidden),
             qkv=self._workspace(tokens, q_width + 2 * kv_width),
             attended=self._workspace(tokens, q_width),
-            delta=self._workspace(tokens, config.hidden_size),
-            act=self._workspace(tokens, config.intermediate_size),
+            delta=self._workspace(tokens, sizes.hidden),
+            act=self._workspace(tokens, sizes.inter),
             scratch=self._workspace(self._num_threads, scratch),
             scratch_step=scratch * 4,
             cos=self._cos.ctypes.data,
@@ -150,7 +152,7 @@ class CpuModel:
         self._max_num_logits = count
         vocab_padded = -(-self._config.vocab_size // PANEL) * PANEL
         self._logits = np.zeros((count, vocab_padded), dtype=np.float32)
-        self._final = np.zeros((count, self._config.hidden_size), dtype=np.float32)
+        self._final = np.zeros((count, self._sizes.hidden), dtype=np.float32)
         self._model[FINAL], self._model[LOGITS] = self._final.ctypes.data, self._logits.ctypes.data
 
     def _scratch_floats(self) -> int:
@@ -173,7 +175,7 @@ class CpuWeights:
     def __init__(
         self, checkpoint: Checkpoint, config: ModelConfig, weight_dtype: str = "auto"
     ) -> None:
-        refuse_odd_sizes(config)
+        self._sizes = PaddedSizes.of(config)
         self._is_int8 = weight_dtype == "int8"
         self._checkpoint = checkpoint
         self._config = config
@@ -185,49 +187,56 @@ class CpuWeights:
             [self._layer(f"model.layers.{i}.") for i in range(config.num_layers)], dtype=np.int64
         )
         shape = (config.vocab_size, config.hidden_size)
-        embedding = checkpoint.read("model.embed_tokens.weight", shape).to(self._dtype)
+        embedding = self._wide(checkpoint.read("model.embed_tokens.weight", shape))
         head = checkpoint.output_head(config)
         self.embedding = self._keep(int8_panels(embedding) if self._is_int8 else embedding)
         if head is None and self._is_int8:
             self.head = self.embedding
         else:
-            self.head = self._panels(embedding if head is None else head.to(self._dtype))
-        self.final_norm = self._vector("model.norm.weight", config.hidden_size)
+            self.head = self._panels(embedding if head is None else self._wide(head))
+        self.final_norm = self._norm("model.norm.weight", config.hidden_size)
         checkpoint.refuse_unread()
 
     def _layer(self, prefix: str) -> k.Layer:
         config, attn, mlp = self._config, prefix + "self_attn.", prefix + "mlp."
-        hidden, inter = config.hidden_size, config.intermediate_size
-        q_width = config.num_heads * config.head_dim
-        norm = config.head_dim
-        gate = self._matrix(mlp + "gate_proj.weight", inter, hidden)
-        up = self._matrix(mlp + "up_proj.weight", inter, hidden)
+        hidden, inter, sizes = config.hidden_size, config.intermediate_size, self._sizes
+        gate, up = (
+            pad_end(self._wide(self._matrix(f"{mlp}{name}.weight", inter, hidden)), 0, sizes.inter)
+            for name in ("gate_proj", "up_proj")
+        )
+        out = self._matrix(attn + "o_proj.weight", hidden, config.num_heads * config.head_dim)
+        down = self._matrix(mlp + "down_proj.weight", hidden, inter)
         return k.Layer(
-            norm_1=self._vector(prefix + "input_layernorm.weight", hidden),
+            norm_1=self._norm(prefix + "input_layernorm.weight", hidden),
             qkv=self._qkv(attn),
             qkv_bias=self._qkv_bias(attn) if config.attention_bias else 0,
-            q_norm=self._vector(attn + "q_norm.weight", norm) if config.qk_norm else 0,
-            k_norm=self._vector(attn + "k_norm.weight", norm) if config.qk_norm else 0,
-            out=self._panels(self._matrix(attn + "o_proj.weight", hidden, q_width)),
-            out_bias=self._vector(attn + "o_proj.bias", hidden) if self._has_output_bias else 0,
-            norm_2=self._vector(prefix + "post_attention_layernorm.weight", hidden),
+            q_norm=self._head_norm(attn + "q_norm.weight") if config.qk_norm else 0,
+            k_norm=self._head_norm(attn + "k_norm.weight") if config.qk_norm else 0,
+            out=self._panels(pad_end(self._by_head(out, 1), 0, sizes.hidden)),
+            out_bias=self._out_bias(attn) if self._has_output_bias else 0,
+            norm_2=self._norm(prefix + "post_attention_layernorm.weight", hidden),
             gate_up=self._panels(_alternating(gate, up)),
-            down=self._panels(self._matrix(mlp + "down_proj.weight", hidden, inter)),
+            down=self._panels(pad_end(pad_end(down, 1, sizes.inter), 0, sizes.hidden)),
         )
 
     def _qkv(self, attn: str) -> int:
+        hidden = self._config.hidden_size
         parts = [
-            self._matrix(f"{attn}{name}.weight", width, self._config.hidden_size)
+            self._wide(self._by_head(self._matrix(f"{attn}{name}.weight", width, hidden), 0))
             for name, width in self._qkv_widths()
         ]
         return self._panels(torch.cat(parts))
 
     def _qkv_bias(self, attn: str) -> int:
         parts = [
-            self._checkpoint.read(f"{attn}{name}.bias", (width,))
+            self._by_head(self._checkpoint.read(f"{attn}{name}.bias", (width,)), 0)
             for name, width in self._qkv_widths()
         ]
         return self._keep(torch.cat(parts).float())
+
+    def _out_bias(self, attn: str) -> int:
+        bias = self._checkpoint.read(attn + "o_proj.bias", (self._config.hidden_size,))
+        return self._keep(pad_end(bias.float(), 0, self._sizes.hidden))
 
     def _qkv_widths(self) -> list[tuple[str, int]]:
         config = self._config
@@ -238,23 +247,30 @@ class CpuWeights:
     def _matrix(self, name: str, rows: int, columns: int) -> Tensor:
         return self._checkpoint.read(name, (rows, columns)).to(self._dtype)
 
+    def _wide(self, matrix: Tensor) -> Tensor:
+        """[.., hidden], padded."""
+        return pad_end(matrix.to(self._dtype), 1, self._sizes.hidden)
+
+    def _by_head(self, tensor: Tensor, dim: int) -> Tensor:
+        """Dimension `dim` is that of all heads, each of which is padded."""
+        return pad_heads(tensor, dim, self._config.head_dim, self._sizes.head_dim)
+
     def _panels(self, matrix: Tensor) -> int:
         return self._keep(int8_panels(matrix) if self._is_int8 else _panels(matrix))
 
-    def _vector(self, name: str, size: int) -> int:
-        return self._keep(self._checkpoint.read(name, (size,)).float())
+    def _norm(self, name: str, size: int) -> int:
+        weight = self._checkpoint.read(name, (size,))
+        return self._keep(norm_weight(weight, self._sizes.hidden))
+
+    def _head_norm(self, name: str) -> int:
+        head_dim, size = self._config.head_dim, self._sizes.head_dim
+        weight = self._checkpoint.read(name, (head_dim,)).float() * (head_dim / size) ** 0.5
+        return self._keep(self._by_head(weight, 0))
 
     def _keep(self, tensor: Tensor) -> int:
         tensor = tensor.contiguous()
         self._tensors.append(tensor)
         return tensor.data_ptr()
-
-
-def refuse_odd_sizes(config: ModelConfig) -> None:
-    """The CPU kernels work on 16 floats at a time."""
-    for name in ("hidden_size", "intermediate_size", "head_dim"):
-        if getattr(config, name) % PANEL:
-            raise UnsupportedModel(f"{name} {getattr(config, name)} is not a multiple of {PANEL}")
 
 
 def _common_dtype(checkpoint: Checkpoint) -> torch.dtype:

@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from common.engine.padding import pad_heads
 from common.engine.rope import rope_tables
 from common.errors import ConfigError, UnsupportedModel
 from common.kernels.offsets import Offsets
@@ -29,8 +30,9 @@ def open_offsets(
     means = torch.zeros(means_shape(config), dtype=torch.bfloat16)
     if is_calibrated and layout.codec.is_quantised:
         means = load_means(model_dir, config)
-    cos, sin = (torch.from_numpy(table) for table in rope_tables(config))
-    return Offsets.of(means, cos, sin, layout.block_size), means_hash(means)
+    cos, sin = (torch.from_numpy(table) for table in rope_tables(config, layout.head_dim))
+    stored = pad_heads(means, -1, config.head_dim, layout.head_dim)
+    return Offsets.of(stored, cos, sin, layout.block_size), means_hash(means)
 
 
 def means_shape(config: ModelConfig) -> tuple[int, int, int, int]:

@@ -9,16 +9,22 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from common.engine.padding import pad_end
 from common.model_config import ModelConfig, RopeConfig, RopeKind
 
 MAX_BLOCK_SIZE = 32
 
 
-def rope_tables(config: ModelConfig) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Cosines and sines, each [positions, head_dim / 2], for every position a block can hold."""
+def rope_tables(
+    config: ModelConfig, width: int | None = None
+) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """Cosines and sines, each [positions, head_dim / 2], for every position a block can hold; with
+    `width` for heads that are padded to so many channels.
+    """
     num_positions = -(-config.max_position_embeddings // MAX_BLOCK_SIZE) * MAX_BLOCK_SIZE
     positions = torch.arange(num_positions, dtype=torch.float32)
-    angles = torch.outer(positions, inverse_frequencies(config.rope, config.head_dim))
+    frequencies = inverse_frequencies(config.rope, config.head_dim)
+    angles = torch.outer(positions, pad_end(frequencies, 0, (width or config.head_dim) // 2))
     return angles.cos().numpy(), angles.sin().numpy()
 
 

@@ -28,6 +28,7 @@ from common.engine.grammar import GrammarTable
 from common.engine.launched import LaunchedStep, StepClock
 from common.engine.offsets import open_offsets
 from common.engine.outputs import OutputTable
+from common.engine.padding import padded
 from common.engine.pools import PageArena
 from common.engine.sampler import choose, score
 from common.engine.self_test import check_all_layers, check_at_start
@@ -398,7 +399,7 @@ def load_runner(
         num_layers=config.num_layers,
         num_kv_heads=config.num_kv_heads,
         block_size=block_size,
-        head_dim=config.head_dim,
+        head_dim=padded(config.head_dim) if device == "cpu" else config.head_dim,
         codec=codec_named(codec),
     )
     if device not in ("cpu", "cuda"):

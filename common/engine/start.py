@@ -22,6 +22,7 @@ import torch
 from common.config import WorkerConfig
 from common.engine.backend import PoolShare
 from common.engine.device_thread import DeviceThread
+from common.engine.padding import padded
 from common.engine.runner import ModelRunner, Runner, load_runner
 from common.errors import ConfigError
 from common.model_config import ModelConfig
@@ -135,11 +136,12 @@ def overlaps_steps(config: WorkerConfig, plan: MemoryPlan) -> bool:
 
 
 def page_layout(config: WorkerConfig, model: ModelConfig) -> PageLayout:
+    """On a CPU."""
     return PageLayout(
         num_layers=model.num_layers,
         num_kv_heads=model.num_kv_heads,
         block_size=config.block_size,
-        head_dim=model.head_dim,
+        head_dim=padded(model.head_dim),
         codec=codec_named(config.kv_codec),
     )
 

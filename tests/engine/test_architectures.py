@@ -15,7 +15,7 @@ from common.errors import UnsupportedModel
 from common.model_config import ModelConfig
 from tests.engine.conftest import make_runner
 from tests.engine.driver import Driver
-from tests.engine.tiny_models import TinyModel, make_tiny_model
+from tests.engine.tiny_models import TinyModel, give_offsets, make_tiny_model
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -38,6 +38,16 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         {"rope_parameters": {"rope_type": "linear", "factor": 2.5, "rope_theta": 1e4}},
     ),
     "llama, llama3 rope": ("llama", {"rope_parameters": LLAMA3}),
+    "llama, odd sizes": ("llama", {"hidden_size": 104, "intermediate_size": 90, "head_dim": None}),
+    "llama, heads of 100, biases": (
+        "llama",
+        {"hidden_size": 200, "num_attention_heads": 2, "head_dim": 100, "attention_bias": True},
+    ),
+    "qwen2, odd sizes": ("qwen2", {"hidden_size": 88, "intermediate_size": 50, "head_dim": 22}),
+    "qwen3, odd sizes, tied": (
+        "qwen3",
+        {"hidden_size": 72, "intermediate_size": 99, "head_dim": 20, "tie_word_embeddings": True},
+    ),
     "mistral": ("mistral", {"sliding_window": None}),
     "qwen2": ("qwen2", {}),
     "qwen3": ("qwen3", {}),
@@ -90,6 +100,23 @@ def test_older_rope_spelling_means_the_same(tmp_path: Path) -> None:
     kind = parameters.pop("rope_type")
     oldest = config | {"rope_scaling": parameters | {"type": kind}, "rope_theta": theta}
     assert newer.rope == older.rope == ModelConfig.parse(oldest, {}).rope
+
+
+def test_t44_heads_of_an_odd_size_keep_the_same_bits_in_packed_pages(tmp_path: Path) -> None:
+    """Cut into chunks or not; and as near to fp32 as without random offsets to subtract."""
+    model = make_tiny_model(tmp_path, "llama", hidden_size=104, head_dim=None)
+    prompt = prompt_of(77)
+    plain, tokens = engine_logits(tmp_path, prompt, 6, codec="fp8_e3m4")
+    wanted = model.logits(prompt + tokens)[len(prompt) - 1 : -1].numpy()
+    assert np.abs(plain - wanted).max() < 0.05
+    give_offsets(tmp_path)
+    whole, tokens = engine_logits(tmp_path, prompt, 6, codec="fp8_e3m4")
+    driver = Driver(make_runner(tmp_path, codec="fp8_e3m4", num_threads=2))
+    driver.add("a", prompt, max_tokens=6)
+    driver.run(chunk_tokens=16)
+    assert np.array_equal(np.stack(driver.logits["a"]), whole)
+    wanted = model.logits(prompt + tokens)[len(prompt) - 1 : -1].numpy()
+    assert np.abs(whole - wanted).max() < 0.1
 
 
 def test_block_size_32(tmp_path: Path) -> None:

@@ -96,7 +96,11 @@ def changed(config: Change, change: Change) -> Change:
 def check(
     family: str, models: dict[str, tuple[TinyModel, Change]], change: Change, note: str = ""
 ) -> str:
-    """`equal` or `refused`."""
+    """`equal`, `refused`, or `unknown` where transformers stumbles over a null that others take
+    for a missing key.
+    """
+    if family == "qwen2" and change.get("head_dim", MISSING) is None:
+        return "unknown"
     model, config = models[family]
     shown = (
         f"{family} { {k: v if v is not MISSING else 'MISSING' for k, v in change.items()} } {note}"
@@ -111,8 +115,8 @@ def check(
     if reason:
         assert any(name in reason for name in (*change, *NAMED)), f"{shown}: {reason}"
         return "refused"
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(model.path, dtype=torch.float32)
-    theirs.train(False)
+    theirs: Any = transformers.AutoModelForCausalLM.from_pretrained(model.path, dtype=torch.float32)
+    theirs.eval()
     with torch.no_grad():
         logits = theirs(torch.tensor([PROMPT + tokens])).logits[0]
     wanted = logits[len(PROMPT) - 1 : -1].numpy()
@@ -136,6 +140,7 @@ def test_changed_keys_are_honoured_or_refused(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("family", CONFIGS)
 def test_every_key_and_many_combinations_are_honoured_or_refused(
     family: str, models: dict[str, tuple[TinyModel, Change]]

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from common.engine.grammar import GrammarTable
-from common.engine.runner import ModelRunner, Runner
+from common.engine.rope import rope_tables
+from common.engine.runner import ModelRunner, Runner, load_runner
 from common.errors import ConfigError
 from common.pages import PageTag, checksum
 from common.scheduling.plan import (
@@ -23,6 +24,7 @@ from common.scheduling.plan import (
 from common.types import OutputKey, SamplingParams, output_seed
 from tests.engine.conftest import MakeRunner
 from tests.engine.driver import Driver
+from tests.engine.tiny_models import make_tiny_model
 
 PROMPT = [int(t) for t in np.random.default_rng(1).integers(0, 331, 40)]
 HASH = bytes(range(16))
@@ -339,3 +341,16 @@ def test_bad_settings_are_explained(tiny_runner: MakeRunner) -> None:
             tiny_runner(**options)
     with pytest.raises(ConfigError, match="too small"):
         tiny_runner(num_blocks=0, num_exact=1).self_test()
+
+
+def test_t46_rotary_tables_are_as_long_as_a_request_can_get(tmp_path: Path) -> None:
+    """A million positions cost nothing where neither --max-model-len nor the pool has room."""
+    make_tiny_model(tmp_path, "llama", max_position_embeddings=1_024_000)
+    pool = load_runner(tmp_path, num_blocks=200, num_exact=56)
+    assert pool.config.max_position_embeddings == 256 * 16
+    limited = load_runner(tmp_path, num_blocks=200, num_exact=56, max_model_len=2000)
+    assert limited.config.max_position_embeddings == 2000
+    small = load_runner(tmp_path, num_blocks=4, num_exact=4, max_model_len=16)
+    assert small.config.max_position_embeddings == 1024
+    [cos, _] = rope_tables(limited.config)
+    assert cos.shape == (2016, 8)

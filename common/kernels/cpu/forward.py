@@ -154,7 +154,7 @@ def _norm_rows(model, has_delta, bias, weight, eps, rows, sync, counter):
 
 
 @njit(nogil=True)
-def _rotate_rows(model, layer, item, head, eps, scale, exact_kind):
+def _rotate_rows(model, layer, item, head, head_eps, scale, exact_kind):
     """Bias, QK-norm, rotary and rounding of an item's q, k and v, for one KV head; in place.
 
     Where its K and V rows start, and the bytes from row to row.
@@ -175,9 +175,9 @@ def _rotate_rows(model, layer, item, head, eps, scale, exact_kind):
         cos, sin = model.cos + angle, model.sin + angle
         for g in range(group):
             at = row + q_offset + g * head_bytes
-            rotate_head(at, cos, sin, model.head_dim, layer.q_norm, eps, scale)
+            rotate_head(at, cos, sin, model.head_dim, layer.q_norm, head_eps, scale)
         k_row, one = row + k_offset, np.float32(1.0)
-        rotate_head(k_row, cos, sin, model.head_dim, layer.k_norm, eps, one)
+        rotate_head(k_row, cos, sin, model.head_dim, layer.k_norm, head_eps, one)
         if exact_kind != FP32:
             round_row(k_row, model.head_dim)
             round_row(row + v_offset, model.head_dim)
@@ -185,13 +185,13 @@ def _rotate_rows(model, layer, item, head, eps, scale, exact_kind):
 
 
 @njit(nogil=True)
-def _store_items(model, layer, index, items, eps, scale, pages, scratch, sync, counter):
+def _store_items(model, layer, index, items, head_eps, scale, pages, scratch, sync, counter):
     """Tasks: (item, KV head)."""
     task = take(sync, counter)
     while task < len(items) * model.kv_heads:
         item, head = item_at(items, task // model.kv_heads), task % model.kv_heads
         k_rows, v_rows, row_bytes = _rotate_rows(
-            model, layer, item, head, eps, scale, pages.exact_kind
+            model, layer, item, head, head_eps, scale, pages.exact_kind
         )
         store_item(k_rows, v_rows, row_bytes, item, index, head, pages, scratch)
         task = take(sync, counter)
@@ -277,8 +277,8 @@ def _pages(p):
 
 @njit(nogil=True)
 def _layers(
-    me, size, sync, model_fields, layer_fields, page_fields, eps, scale, tokens, items, runs,
-    tables,
+    me, size, sync, model_fields, layer_fields, page_fields, eps, head_eps, scale, tokens, items,
+    runs, tables,
 ):  # fmt: skip
     model, pages = _model(model_fields), _pages(page_fields)
     rows, hidden, kind = len(tokens), model.hidden, model.kind
@@ -297,7 +297,7 @@ def _layers(
             scratch, sync, count + 1,
         )  # fmt: skip
         barrier(sync, size)
-        _store_items(model, layer, index, items, eps, scale, pages, scratch, sync, count + 2)
+        _store_items(model, layer, index, items, head_eps, scale, pages, scratch, sync, count + 2)
         barrier(sync, size)
         _attend_runs(model, index, runs, tables, pages, scratch, sync, count + 3)
         barrier(sync, size)
@@ -332,7 +332,7 @@ def _head(me, size, sync, model_fields, eps, wanted):
 NUMBERS, NUMBERS_2D = types.int64[::1], types.int64[:, ::1]
 LAYERS_SIGNATURE = types.void(
     types.int64, types.int64, types.int64, NUMBERS, NUMBERS_2D, NUMBERS, types.float32,
-    types.float32, types.int32[::1], NUMBERS_2D, NUMBERS_2D, types.int32[:, ::1],
+    types.float32, types.float32, types.int32[::1], NUMBERS_2D, NUMBERS_2D, types.int32[:, ::1],
 )  # fmt: skip
 HEAD_SIGNATURE = types.void(types.int64, types.int64, types.int64, NUMBERS, types.float32, NUMBERS)
 
@@ -342,19 +342,20 @@ def _compiled(sources):
 
     @njit(LAYERS_SIGNATURE, nogil=True, cache=True)
     def layers(
-        me, size, sync, model_fields, layer_fields, page_fields, eps, scale, tokens, items, runs,
-        tables,
+        me, size, sync, model_fields, layer_fields, page_fields, eps, head_eps, scale, tokens,
+        items, runs, tables,
     ):  # fmt: skip
         """A step's KV into the pages and its rows to `Model.x` and `Model.delta`, on thread `me` of
         `size`.
 
-        The `_fields` are the numbers of a `Model`, of a `Layer` per row, and of `Pages`; `sync` is
+        `eps` is that of norms over the hidden size, `head_eps` that of norms over a head. The
+        `_fields` are the numbers of a `Model`, of a `Layer` per row, and of `Pages`; `sync` is
         the address of zeroed words for barriers and counters.
         """
         if sources != 0:
             _layers(
-                me, size, sync, model_fields, layer_fields, page_fields, eps, scale, tokens, items,
-                runs, tables,
+                me, size, sync, model_fields, layer_fields, page_fields, eps, head_eps, scale,
+                tokens, items, runs, tables,
             )  # fmt: skip
 
     @njit(HEAD_SIGNATURE, nogil=True, cache=True)
