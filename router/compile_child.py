@@ -24,7 +24,6 @@ from router.grammar_job import Job, read_message, write_message
 from router.grammars import grammar_of
 
 PR_SET_PDEATHSIG = 1
-NICE = 15
 MAX_REASON_CHARS = 300
 PAGE = os.sysconf("SC_PAGE_SIZE")
 
