@@ -33,14 +33,13 @@ from common.limits import (
     MAX_COMPILING_OF_CLIENT,
     MIB,
 )
-from router.grammar_job import Job, read_message, write_message
+from router.grammar_job import NICE, Job, read_message, write_message
 
 log = logging.getLogger(__name__)
 
 WALL_S = 10 * COMPILE_S
 """By the clock on the wall, where the machine has no time for the child."""
 START_S = 60.0
-NICE = 10
 NUM_TRIES = 2
 _OWN_DEATHS = tuple(
     -number for number in (signal.SIGXCPU, signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS)
@@ -201,6 +200,7 @@ class CompileChild:
         self._command = tuple(command)
         self._process: subprocess.Popen[bytes] | None = None
         self._is_closed = False
+        self._num_starts = 0
 
     @classmethod
     def for_model(
@@ -219,7 +219,9 @@ class CompileChild:
         process = self._process = subprocess.Popen(
             self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
         )
-        os.setpriority(os.PRIO_PROCESS, process.pid, NICE)  # its start too steps back for others
+        if self._num_starts:  # one that was killed may be killed again: not at others' cost
+            os.setpriority(os.PRIO_PROCESS, process.pid, NICE)
+        self._num_starts += 1
         if self._is_closed or _answer(process, START_S) is None:
             self._end()
             raise OSError(f"{self._command[2]} did not start")
