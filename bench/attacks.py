@@ -2,6 +2,7 @@
 made before anything is measured.
 """
 
+import contextlib
 import json
 import socket
 from collections.abc import Callable, Sequence
@@ -16,6 +17,7 @@ NUM_BIASED_PROMPTS = 40
 NUM_FORMED_PROMPTS = 60
 GRAMMAR_CHARS = 250_000
 OUTPUT_TOKENS = 8
+MAX_WORDS = 9_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +50,8 @@ def ask(target: Target, attack: Attack) -> str:
 
 def _send(target: Target, data: bytes) -> str:
     with socket.create_connection((target.host, target.port), timeout=300) as connection:
-        try:
+        with contextlib.suppress(OSError):  # refused before it was all sent: the answer says why
             connection.sendall(data)
-        except OSError:
-            pass  # refused before it was all sent: the answer, if it came through, says why
         try:
             found = connection.recv(65536)
         except OSError:
@@ -109,7 +109,7 @@ def _biased(number: int) -> list[Attack]:
 
 def _formed(number: int) -> list[Attack]:
     words = "".join(f"w{number}a{i:05} " for i in range(GRAMMAR_CHARS // 20))
-    choices = " | ".join(f'"{word}"' for word in words.split())
+    choices = " | ".join(f'"{word}"' for word in words.split()[:MAX_WORDS])
     return [
         _prompts(NUM_FORMED_PROMPTS, number, guided_grammar=f"start: ({choices})+"[:GRAMMAR_CHARS])
     ]

@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import httpx
@@ -127,7 +128,7 @@ async def _streams(c: Cluster, target: Target, calls: Sequence[Attack]) -> tuple
             )
             for n in range(NUM_STREAMS)
         ]
-        while not all(times):
+        while not all(times):  # noqa: ASYNC110 - lists that others fill
             await asyncio.sleep(0.01)
         began = time.monotonic()
         with _probing(target) as probe:
@@ -138,7 +139,7 @@ async def _streams(c: Cluster, target: Target, calls: Sequence[Attack]) -> tuple
     gaps = [
         later - max(earlier, began)
         for one in times
-        for earlier, later in zip(one, one[1:], strict=False)
+        for earlier, later in pairwise(one)
         if later > began
     ]
     health_s = max(probe, default=0.0)

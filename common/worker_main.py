@@ -38,6 +38,8 @@ from common.worker_metrics import WorkerMetrics
 
 log = logging.getLogger(__name__)
 
+ANY_GRAMMAR = 'start: "a"'
+
 LEAVE_S = 1.0
 """For telling others that this worker leaves."""
 
@@ -165,6 +167,7 @@ async def _open(
     plan = plan_memory(config, model)
     incarnation = new_incarnation()
     runner, sizes = await thread.run(open_runner, config, plan, int(incarnation, 16))
+    runner.prepare(ANY_GRAMMAR)  # not waited for: the tokenizer is there before the first request
     host = split_address(config.advertise or config.listen)[0]
     clock = MonotonicClock()
     identity = Identity(

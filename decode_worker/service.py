@@ -437,8 +437,8 @@ class DecodeService:
     async def _prepare(
         self, session: _Session, request: GenerateRequest, token_ids: NDArray[np.int32]
     ) -> None:
-        if await session.arrivals.prepared(request):
-            with self._telling(session, request.request_id):
+        with self._telling(session, request.request_id):
+            if await session.arrivals.prepared(request):
                 self._add(session, request, token_ids)
 
     @contextlib.contextmanager

@@ -20,11 +20,10 @@ from llguidance import LLTokenizer
 from common.errors import InvalidRequest
 from common.grammar_limits import new_matcher
 from common.limits import COMPILE_BYTES, COMPILE_S
-from router.grammar_job import Job, read_message, write_message
+from router.grammar_job import NICE, Job, read_message, write_message
 from router.grammars import grammar_of
 
 PR_SET_PDEATHSIG = 1
-NICE = 15
 MAX_REASON_CHARS = 300
 PAGE = os.sysconf("SC_PAGE_SIZE")
 
@@ -36,7 +35,8 @@ def run(tokenizer_path: str, vocab_size: int, eos_token_ids: list[int]) -> None:
     compiled(tokenizer, Job(kind="json", name="warm-up", source={"type": "object"}))
     limit = _address_space() + COMPILE_BYTES
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-    os.nice(NICE)  # not before it has started: somebody may be waiting for it
+    # not before it has started: somebody may be waiting for it
+    os.setpriority(os.PRIO_PROCESS, 0, NICE)
     write_message(sys.stdout.buffer, b"{}")
     while (data := read_message(sys.stdin.buffer)) is not None:
         _limit_time()

@@ -12,6 +12,7 @@ import asyncio
 import hashlib
 import json
 import logging
+import os
 import select
 import signal
 import subprocess
@@ -32,7 +33,7 @@ from common.limits import (
     MAX_COMPILING_OF_CLIENT,
     MIB,
 )
-from router.grammar_job import Job, read_message, write_message
+from router.grammar_job import NICE, Job, read_message, write_message
 
 log = logging.getLogger(__name__)
 
@@ -199,6 +200,7 @@ class CompileChild:
         self._command = tuple(command)
         self._process: subprocess.Popen[bytes] | None = None
         self._is_closed = False
+        self._num_starts = 0
 
     @classmethod
     def for_model(
@@ -217,6 +219,9 @@ class CompileChild:
         process = self._process = subprocess.Popen(
             self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
         )
+        if self._num_starts:  # one that was killed may be killed again: not at others' cost
+            os.setpriority(os.PRIO_PROCESS, process.pid, NICE)
+        self._num_starts += 1
         if self._is_closed or _answer(process, START_S) is None:
             self._end()
             raise OSError(f"{self._command[2]} did not start")

@@ -263,7 +263,7 @@ class TextService:
             sampling = dataclasses.replace(options.sampling, grammar=grammar)
             options = dataclasses.replace(options, sampling=sampling)
         for prompt in prompts:
-            if len(prompt) >= LARGE_TOKENS:
+            if LARGE_TOKENS <= len(prompt) <= self.max_model_len:
                 await self._dispatcher.prepare(pack_tokens(prompt), options.cache_salt)
         return options
 

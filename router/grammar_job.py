@@ -4,6 +4,9 @@ import json
 from dataclasses import dataclass
 from typing import IO, Any
 
+NICE = 10
+"""Of the compiler's process, once somebody may need the machine more."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:

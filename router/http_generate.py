@@ -278,17 +278,23 @@ async def completion_prompts(
         raise fields.wrong("prompt", "must be a text, token ids, or a list of either", given)
     if isinstance(given[0], str | list) and len(given) > MAX_OUTPUTS:
         raise fields.wrong("prompt", f"must hold at most {MAX_OUTPUTS} prompts", len(given))
-    if all(isinstance(prompt, str) for prompt in given):
+    prompts = await service.reading(
+        fields, partial(_listed_prompts, fields, given, service.vocabulary.size)
+    )
+    if isinstance(prompts[0], str):
         return await service.encode_texts(given, options)
+    return [service.cut(ids, options) for ids in prompts]
+
+
+def _listed_prompts(fields: Fields, given: list[Any], vocab_size: int) -> list[Any]:
+    """Texts, or lists of token ids."""
+    if all(isinstance(prompt, str) for prompt in given):
+        return given
     if not all(isinstance(prompt, list) for prompt in given):
         if any(isinstance(prompt, str | list) for prompt in given):
             raise fields.wrong("prompt", "must not mix texts, token ids and lists", given)
         given = [given]
-    size = service.vocabulary.size
-    return await service.reading(
-        fields,
-        lambda: [service.cut(fields.token_ids("prompt", ids, size), options) for ids in given],
-    )
+    return [fields.token_ids("prompt", ids, vocab_size) for ids in given]
 
 
 def count_request(service: TextService, endpoint: str, error: TandemError | None) -> None:

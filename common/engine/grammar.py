@@ -26,7 +26,7 @@ from common.grammar_limits import new_matcher
 from common.limits import MAX_COMPILED_BYTES
 from common.types import OutputKey
 
-COMPILE_NICE = 15
+COMPILE_NICE = 10
 LEAST_BYTES = 64 * 1024
 """Of a compiled grammar, beside its text."""
 

@@ -24,7 +24,7 @@ from common.engine.backend import PoolShare
 from common.engine.device_thread import DeviceThread
 from common.engine.padding import padded
 from common.engine.runner import ModelRunner, Runner, load_runner
-from common.errors import ConfigError
+from common.errors import ConfigError, InternalError
 from common.model_config import ModelConfig
 from common.pages import PageLayout, codec_named
 from common.pool_size import PoolSize, landing_of, pool_of
@@ -94,7 +94,11 @@ class EngineDevice:
         return await self._thread.run_first(self._runner.land, moves)
 
     async def prepare(self, grammar: str) -> None:
-        await asyncio.wrap_future(self._runner.prepare(grammar))
+        try:
+            await asyncio.wrap_future(self._runner.prepare(grammar))
+        except Exception as error:  # the library's own: a tokenizer that it cannot read, say
+            log.error("a grammar cannot be compiled: %s", error)
+            raise InternalError("a grammar cannot be compiled; see the worker's log") from None
 
     async def self_test(self, block_ids: tuple[BlockId, ...], tail: BlockId) -> None:
         await self._thread.run(self._runner.self_test_on, block_ids, tail)
