@@ -76,6 +76,8 @@ NAMED = (
 )
 """Of messages that name a tensor, or what a key is about."""
 
+STUMBLES = (("qwen2", "head_dim"), ("mistral", "layer_types"))
+
 Change = dict[str, Any]
 
 
@@ -99,7 +101,7 @@ def check(
     """`equal`, `refused`, or `unknown` where transformers stumbles over a null that others take
     for a missing key.
     """
-    if family == "qwen2" and change.get("head_dim", MISSING) is None:
+    if any(family == one and change.get(key, MISSING) is None for one, key in STUMBLES):
         return "unknown"
     model, config = models[family]
     shown = (
