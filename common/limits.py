@@ -46,7 +46,7 @@ MAX_BAD_WORDS = 256
 MAX_BAD_WORD_CHARS = 256
 MAX_LISTED_IDS = 65_536
 MAX_OUTPUTS_X_IDS = 2 * MIB
-MAX_OUTPUTS_X_GRAMMAR_CHARS = 16 * MIB
+MAX_OUTPUTS_X_GRAMMAR_CHARS = 2 * MIB
 MAX_SALT_CHARS = 256
 
 # --- the form of an answer ------------------------------------------------------------------------
