@@ -35,6 +35,7 @@ from numpy.typing import NDArray
 from common.errors import DeadlineExceeded, Preempted
 from common.messages import GenerateRequest
 from common.scheduling.block_hash import HashChain
+from common.scheduling.chunk_budget import quiet_step_s
 from common.scheduling.finish import finish_reason
 from common.scheduling.kv_cache import BlockTable, KvCache
 from common.scheduling.plan import OutputStart, PageKind, StepPlan, StepResult
@@ -50,6 +51,7 @@ from common.types import (
 )
 from decode_worker.chunk_limit import ChunkLimit
 from decode_worker.entries import Admission, Entry, Facts, Output, State
+from decode_worker.form_turns import FormTurns
 from decode_worker.waiting import WaitingRequests
 
 MAX_IN_FLIGHT = 2
@@ -101,6 +103,7 @@ class BatchScheduler:
         self._queue = PromptQueue(cache)
         self._running: dict[OutputKey, Output] = {}
         self._to_start: dict[OutputKey, Output] = {}
+        self._form_turns = FormTurns()
         self._in_flight: deque[_Flight] = deque()
         self._is_short = False
         """Pages lacked for a step beside one that is under way."""
@@ -411,7 +414,11 @@ class BatchScheduler:
         if self._is_short and self._in_flight:
             return None, facts
         self._is_short = False
-        decodes, grown, tails = self._grow(self._going_on(), facts)
+        going_on = self._going_on()
+        taking_turns = self._form_turns.in_step(going_on, self._quiet_s(going_on))
+        decodes, grown, tails = self._grow(
+            going_on if taking_turns is None else taking_turns, facts
+        )
         num_context_tokens = self._context_of(decodes)
         prompt_starts, chunks = self._queue.plan(
             self._chunks.room(len(decodes), num_context_tokens, self._queue.num_unplanned), now
@@ -451,9 +458,15 @@ class BatchScheduler:
             if not (self._unread(output) and output.num_tokens + 1 >= output.entry.most_tokens)
         }
 
+    def _quiet_s(self, outputs: dict[OutputKey, Output]) -> float:
+        times = self._chunks.times
+        if times is None:
+            return 0.0
+        return quiet_step_s(times, len(outputs), self._num_context_tokens)
+
     def _context_of(self, decodes: dict[OutputKey, Output]) -> int:
         """Tokens in the caches of a step's outputs, when it runs."""
-        if not self._in_flight:
+        if not self._in_flight and len(decodes) == len(self._running):
             return self._num_context_tokens
         return sum(output.num_tokens + self._unread(output) for output in decodes.values())
 
@@ -551,7 +564,7 @@ class BatchScheduler:
         """What came of the oldest plan that is under way."""
         flight = self._in_flight.popleft()
         assert plan is flight.plan
-        self._chunks.observe(flight.shape, result.duration_s)
+        self._chunks.observe(flight.shape, max(0.0, result.duration_s - result.mask_wait_s))
         for table in flight.dead:
             self._cache.free(table)
         facts = Facts()
@@ -592,6 +605,7 @@ class BatchScheduler:
                 self._num_context_tokens += 1
                 self._take(output, result.token_ids[row], result.logprobs[row], facts)
             row += 1
+        self._form_turns.observe(self._running, result.slow_masks)
         return facts
 
     def _fail(self, key: OutputKey, result: StepResult, facts: Facts) -> None:

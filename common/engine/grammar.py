@@ -11,6 +11,7 @@ before the pass, `Pending.masks` after it. The tokenizer is loaded with the firs
 import ctypes
 import os
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -30,6 +31,8 @@ COMPILE_NICE = 10
 LEAST_BYTES = 64 * 1024
 """Of a compiled grammar, beside its text."""
 
+SLOW_MASK_S = 0.002
+MAX_SUSPECTS = 1024
 MAX_REASON_CHARS = 300
 MAX_THREADS = 8
 
@@ -47,7 +50,12 @@ class Pending:
     """Masks under way, for the outputs at `rows` of a step."""
 
     rows: NDArray[np.int64]
-    bits: Future[NDArray[np.int32]]
+    filled: Future["Filled"]
+
+    def slow(self) -> list[tuple[int, float]]:
+        """Outputs of the step whose masks took long, with the seconds of one mask. Waits."""
+        seconds = self.filled.result().seconds
+        return [(int(self.rows[place]), took) for place, took in seconds.items()]
 
     def masks(self, repeats: Sequence[int]) -> TokenMasks:
         """For a step in which output i stands for `repeats[i]` rows. Waits until they are there."""
@@ -55,8 +63,23 @@ class Pending:
         counts = np.asarray(repeats)[self.rows]
         rows = [np.arange(starts[row], starts[row] + repeats[row]) for row in self.rows.tolist()]
         return TokenMasks(
-            rows=np.concatenate(rows), bits=np.repeat(self.bits.result(), counts, axis=0)
+            rows=np.concatenate(rows), bits=np.repeat(self.filled.result().bits, counts, axis=0)
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Filled:
+    bits: NDArray[np.int32]
+    seconds: dict[int, float]
+    """Of one mask, by its place, where it is slow."""
+
+
+@dataclass(slots=True, eq=False)
+class Following:
+    """An output's matcher and the text of its grammar."""
+
+    matcher: LLMatcher
+    grammar: str
 
 
 class GrammarTable:
@@ -72,7 +95,9 @@ class GrammarTable:
         )
         self._compiled = CompiledCache()
         self._lock = threading.Lock()
-        self._matchers: dict[OutputKey, LLMatcher] = {}
+        self._matchers: dict[OutputKey, Following] = {}
+        self._suspects: OrderedDict[str, None] = OrderedDict()
+        """Grammars whose masks may be slow: they are timed by themselves."""
 
     def __len__(self) -> int:
         return len(self._matchers)
@@ -82,23 +107,23 @@ class GrammarTable:
         matcher = self._compile(grammar).deep_copy()
         for token_id in output:
             matcher.consume_token(token_id)
-        self._matchers[key] = matcher
+        self._matchers[key] = Following(matcher, grammar)
 
     def drop(self, key: OutputKey) -> None:
         self._matchers.pop(key, None)
 
     def record(self, key: OutputKey, token_id: int) -> None:
-        if matcher := self._matchers.get(key):
-            matcher.consume_token(token_id)
+        if following := self._matchers.get(key):
+            following.matcher.consume_token(token_id)
 
     def has_failed(self, key: OutputKey) -> bool:
         """The grammar cannot be used, or was left: tokens sampled under it mean nothing."""
-        matcher = self._matchers.get(key)
-        return matcher is not None and matcher.is_error()
+        following = self._matchers.get(key)
+        return following is not None and following.matcher.is_error()
 
     def failure(self, key: OutputKey) -> str:
         """Why it has failed, in few words."""
-        reason = self._matchers[key].get_error()
+        reason = self._matchers[key].matcher.get_error()
         return " ".join(reason.split())[:MAX_REASON_CHARS]
 
     def begin(self, keys: Sequence[OutputKey]) -> Pending | None:
@@ -106,23 +131,39 @@ class GrammarTable:
         if not self._matchers:
             return None
         found = [
-            (row, matcher)
+            (row, following)
             for row, key in enumerate(keys)
-            if (matcher := self._matchers.get(key)) is not None and not matcher.is_error()
+            if (following := self._matchers.get(key)) and not following.matcher.is_error()
         ]
         if not found:
             return None
         rows = np.array([row for row, _ in found], dtype=np.int64)
-        matchers = [matcher for _, matcher in found]
-        return Pending(rows=rows, bits=self._beside.submit(self._fill, matchers))
+        wanted = [following for _, following in found]
+        return Pending(rows=rows, filled=self._beside.submit(self._fill, wanted))
 
-    def _fill(self, matchers: list[LLMatcher]) -> NDArray[np.int32]:
-        bits = allocate_token_bitmask(len(matchers), self._vocab_size)
+    def _fill(self, wanted: list[Following]) -> Filled:
+        bits = allocate_token_bitmask(len(wanted), self._vocab_size)
         if self._executor is None:
             self._executor = LLExecutor(MAX_THREADS)
-        places = [(matcher, row) for row, matcher in enumerate(matchers)]
-        fill_next_token_bitmask_par(self._executor, places, bits)
-        return bits
+        groups: dict[str, list[int]] = {}
+        for place, following in enumerate(wanted):
+            name = following.grammar if following.grammar in self._suspects else ""
+            groups.setdefault(name, []).append(place)
+        seconds: dict[int, float] = {}
+        for name, places in groups.items():
+            began = time.perf_counter()
+            pairs = [(wanted[place].matcher, place) for place in places]
+            fill_next_token_bitmask_par(self._executor, pairs, bits)
+            took = (time.perf_counter() - began) / len(places)
+            if took < SLOW_MASK_S:
+                self._suspects.pop(name, None)
+                continue
+            for place in places:
+                self._suspects[wanted[place].grammar] = None
+            seconds.update(dict.fromkeys(places, took))
+        while len(self._suspects) > MAX_SUSPECTS:
+            self._suspects.popitem(last=False)
+        return Filled(bits=bits, seconds=seconds)
 
     def prepare(self, grammar: str) -> Future[object]:
         """Compiles it beside the steps. Callable from any thread."""

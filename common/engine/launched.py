@@ -57,6 +57,8 @@ class LaunchedStep:
     """None where no token was wanted."""
     _choice: Choice | None = None
     _failed: dict[OutputKey, str] = field(default_factory=dict)
+    slow_masks: tuple[tuple[OutputKey, float], ...] = ()
+    mask_wait_s: float = 0.0
 
     def chosen(
         self,
@@ -103,5 +105,7 @@ class LaunchedStep:
             failed=tuple(dict.fromkeys(bad)),
             failed_grammars=tuple(self._failed.items()),
             prompt_logprobs=self.scores,
+            slow_masks=self.slow_masks,
+            mask_wait_s=self.mask_wait_s,
             duration_s=self.clock.seconds(),
         )

@@ -5,6 +5,7 @@ that a pull has brought. Decisions are the scheduler's: the runner allocates not
 nothing. It is one rank of a group of size 1.
 """
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -255,7 +256,8 @@ class ModelRunner:
     def _sample(self, plan: StepPlan, batch: StepBatch, launched: LaunchedStep) -> None:
         """Chooses for each first token wanted and each decode, and scores prompts."""
         finished = [chunk for chunk in plan.chunks if chunk.num_outputs]
-        pending = self._grammars.begin([chunk.key for chunk in finished] + list(plan.decodes))
+        wanted = [chunk.key for chunk in finished] + list(plan.decodes)
+        pending = self._grammars.begin(wanted)
         logits = self._backend.logits(batch.wanted)
         launched.scores = _scores(batch, logits)
         logits = logits[: batch.num_sampled]
@@ -270,7 +272,12 @@ class ModelRunner:
             [counts] = self._sender.send_arrays([np.array(repeats, dtype=np.int64)])
             logits = logits.repeat_interleave(counts, dim=0, output_size=len(rows))
         all_seeds = np.concatenate([np.array(seeds, dtype=np.uint64), self._outputs.seed[decodes]])
-        masks = None if pending is None else pending.masks(repeats)
+        masks = None
+        if pending is not None:
+            began = time.perf_counter()
+            masks = pending.masks(repeats)
+            launched.mask_wait_s = time.perf_counter() - began
+            launched.slow_masks = tuple((wanted[row], s) for row, s in pending.slow())
         choice = choose(logits, self._outputs.sampling_rows(rows, all_seeds), masks)
         keys = (
             tuple(chunk.key for chunk in finished for _ in range(chunk.num_outputs)) + plan.decodes

@@ -134,6 +134,10 @@ class StepResult:
     """Those of `failed` whose grammar gave up, and why."""
     prompt_logprobs: tuple[tuple[OutputKey, PromptLogprobs], ...] = ()
     """For each chunk whose request asks for them."""
+    slow_masks: tuple[tuple[OutputKey, float], ...] = ()
+    """Seconds that one mask took, for outputs whose grammars are slow."""
+    mask_wait_s: float = 0.0
+    """Part of `duration_s` in which the device waited for masks."""
     duration_s: float = 0.0
 
     @property

@@ -68,11 +68,12 @@ def submit(
     rng = random.Random(f"{request_id}/{seed}")
     tokens = fields.pop("tokens", None) or [rng.randrange(100) for _ in range(num_tokens)]
     n = fields.pop("n", 1)
+    sampling = fields.pop("sampling", None) or SamplingParams(max_tokens=max_tokens, n=n)
     request = GenerateRequest(
         request_id=request_id,
         token_ids=pack_tokens(tokens),
         num_prompt_tokens=len(tokens),
-        sampling=SamplingParams(max_tokens=max_tokens, n=n),
+        sampling=sampling,
         **fields,
     )
     scheduler.add(request, np.asarray(tokens, dtype=np.int32), chain_of(tokens), now)
