@@ -132,7 +132,7 @@ class TextService:
         self.started_at = self.wall_clock()
         self._draw_bits = draw_bits
         self._threads: anyio.CapacityLimiter | None = None
-        self._priorities = priorities
+        self.priorities = priorities
         self._salts_by_key = salts_by_key
         self._tool_parser = tool_parser
         self._reasoning_parser = reasoning_parser
@@ -268,7 +268,7 @@ class TextService:
         return options
 
     def _allowed(self, options: Options, key: Key | None) -> Options:
-        priorities = self._priorities if key is None else key.priorities or self._priorities
+        priorities = self.priorities if key is None else key.priorities or self.priorities
         asked = -options.priority
         if asked not in priorities:
             whose = "without an API key" if key is None else "for this API key"

@@ -223,7 +223,9 @@ class Document(_View):
     async def answer(self, exchange: Exchange, scope: Scope) -> None:
         service = self._service
         size = service.vocabulary.size
-        await exchange.reply_json(200, document(tandem_version(), service.model_name, size))
+        await exchange.reply_json(
+            200, document(tandem_version(), service.model_name, size, service.priorities)
+        )
 
 
 class _TokenizerCall(Endpoint):

@@ -15,6 +15,7 @@ from common.limits import (
     MAX_STOP_TOKEN_IDS,
     MAX_STOPS,
 )
+from router.protocols import CHAT, COMPLETIONS, Protocol
 from router.sampling_defaults import MIN_REPETITION_PENALTY
 
 Schema = dict[str, Any]
@@ -22,6 +23,14 @@ _INT64 = 2**63
 _TEXT: Schema = {"type": "string"}
 _FLAG: Schema = {"type": "boolean"}
 _OBJECT: Schema = {"type": "object"}
+_VIEWS = (
+    *("/v1/models", "/v1/fleet", "/health", "/ready", "/ping", "/load"),
+    *("/version", "/openapi.json"),
+)
+_OF_A_MODEL = (
+    *("/v1/models/{model}", "/v2/models/{model}", "/v2/models/{model}/ready"),
+    "/v2/models/{model}/config",
+)
 
 
 def _null(schema: Schema) -> Schema:
@@ -57,16 +66,18 @@ def _body(fields: dict[str, Schema], *, required: tuple[str, ...] = ()) -> Schem
     }
 
 
-def document(version: str, model: str, vocab_size: int) -> Schema:
+def document(version: str, model: str, vocab_size: int, priorities: range) -> Schema:
+    """`priorities`: those that need no API key."""
     ids = _list(_integer(0, vocab_size - 1), 1)
-    bodies = _bodies(model, vocab_size, ids)
+    bodies = _bodies(_sampling(model, vocab_size, priorities), model, vocab_size, ids)
     paths: dict[str, Any] = {
         path: {"post": _post(path, schema, answer)} for path, (schema, answer) in bodies.items()
     }
-    for path in ("/v1/models", "/v1/fleet", "/health", "/ready", "/version", "/openapi.json"):
+    for path in _VIEWS:
         paths[path] = {"get": _get(path)}
+    paths["/ping"]["post"] = _get("/ping") | {"operationId": "post_ping"}
     named = {"name": "model", "in": "path", "required": True, "schema": {"enum": [model]}}
-    for path in ("/v1/models/{model}", "/v2/models/{model}", "/v2/models/{model}/ready"):
+    for path in _OF_A_MODEL:
         paths[path] = {"get": _get(path) | {"parameters": [named]}}
     for path in ("/v2", "/v2/health/live", "/v2/health/ready"):
         paths[path] = {"get": _get(path)}
@@ -75,13 +86,13 @@ def document(version: str, model: str, vocab_size: int) -> Schema:
         "info": {"title": "Tandem", "version": version},
         "paths": paths,
         "components": {
-            "schemas": {"Error": _error()},
+            "schemas": {"Error": _error(), "KserveError": _kserve_error()},
             "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
         },
     }
 
 
-def _sampling(model: str, vocab_size: int) -> dict[str, Schema]:
+def _sampling(model: str, vocab_size: int, priorities: range) -> dict[str, Schema]:
     """What chat and completions have in common."""
     stop = {"anyOf": [_TEXT | {"minLength": 1}, _list(_TEXT | {"minLength": 1}, 0, MAX_STOPS)]}
     return {
@@ -89,7 +100,7 @@ def _sampling(model: str, vocab_size: int) -> dict[str, Schema]:
         "n": _integer(1, MAX_N),
         "best_of": _integer(1, MAX_N),
         "stream": _FLAG,
-        "stream_options": _body({"include_usage": _FLAG}),
+        "stream_options": _body({"include_usage": _FLAG, "continuous_usage_stats": _FLAG}),
         "temperature": _number(0, 2),
         "top_p": {"type": "number", "exclusiveMinimum": 0, "maximum": 1},
         "top_k": _integer(-1, _INT64 - 1),
@@ -112,9 +123,11 @@ def _sampling(model: str, vocab_size: int) -> dict[str, Schema]:
             {"type": "string", "pattern": r"\S", "maxLength": MAX_BAD_WORD_CHARS}, 0, MAX_BAD_WORDS
         ),
         "prompt_logprobs": _integer(0, MAX_LOGPROBS),
-        "priority": _integer(-(2**31), 2**31),
-        "cache_salt": {"type": "string", "maxLength": MAX_SALT_CHARS},
+        "priority": _integer(priorities.start, priorities.stop - 1),
+        "cache_salt": {"type": "string", "minLength": 1, "maxLength": MAX_SALT_CHARS},
         "return_token_ids": _FLAG,
+        "return_tokens_as_token_ids": _FLAG,
+        "truncate_prompt_tokens": {"anyOf": [_integer(-1, -1), _integer(1, _INT64 - 1)]},
         "response_format": _OBJECT,
         "structured_outputs": _OBJECT,
         "guided_json": {"type": ["object", "string"]},
@@ -122,14 +135,21 @@ def _sampling(model: str, vocab_size: int) -> dict[str, Schema]:
         "guided_regex": _TEXT,
         "guided_choice": _list(_TEXT | {"minLength": 1}, 1),
         "guided_grammar": _TEXT,
-        "user": _TEXT,
-        "safety_identifier": _TEXT,
-        "prompt_cache_key": _TEXT,
-        "metadata": _OBJECT,
     }
 
 
-def _bodies(model: str, vocab_size: int, ids: Schema) -> dict[str, tuple[Schema, str]]:
+def _hints(protocol: Protocol) -> dict[str, Schema]:
+    """What is taken without effect."""
+    kinds: dict[type, Schema] = {str: _TEXT, bool: _FLAG, dict: _OBJECT, int: {"type": "integer"}}
+    return {
+        name: {"anyOf": [kinds[kind] for kind in types]} if len(types) > 1 else kinds[types[0]]
+        for name, types in protocol.ignored.items()
+    }
+
+
+def _bodies(
+    common: dict[str, Schema], model: str, vocab_size: int, ids: Schema
+) -> dict[str, tuple[Schema, str]]:
     """By path: the body, and whether its answer may be a stream."""
     message = {
         "type": "object",
@@ -144,8 +164,7 @@ def _bodies(model: str, vocab_size: int, ids: Schema) -> dict[str, tuple[Schema,
         "properties": {"role": {"enum": ["user", "assistant"]}, "content": blocks},
         "required": ["role", "content"],
     }
-    common = _sampling(model, vocab_size)
-    chat = common | {
+    chat = (common | _hints(CHAT)) | {
         "messages": _list(message, 1, 64),
         "max_tokens": _integer(1, _INT64),
         "max_completion_tokens": _integer(1, _INT64),
@@ -157,9 +176,11 @@ def _bodies(model: str, vocab_size: int, ids: Schema) -> dict[str, tuple[Schema,
         "add_generation_prompt": _FLAG,
         "continue_final_message": _FLAG,
         "chat_template_kwargs": _OBJECT,
+        "reasoning_effort": _TEXT,
+        "echo": _FLAG,
     }
     prompt = {"anyOf": [_TEXT, _list(_TEXT, 1, 64), ids, _list(ids, 1, 64)]}
-    completion = common | {
+    completion = (common | _hints(COMPLETIONS)) | {
         "prompt": prompt,
         "max_tokens": _integer(0, _INT64),
         "logprobs": _integer(0, MAX_LOGPROBS),
@@ -238,7 +259,7 @@ def _post(path: str, schema: Schema, answer: str) -> Schema:
     return {
         "operationId": path.strip("/").replace("/", "_"),
         "requestBody": {"required": True, "content": {"application/json": {"schema": schema}}},
-        "responses": {"200": {"description": "The answer", "content": content}} | _refusals(),
+        "responses": {"200": {"description": "The answer", "content": content}} | _refusals(path),
         "security": [{}, {"key": []}],
     }
 
@@ -247,13 +268,15 @@ def _get(path: str) -> Schema:
     content = {"application/json": {"schema": _OBJECT}}
     return {
         "operationId": "get_" + path.strip("/").replace("/", "_").replace("{model}", "one"),
-        "responses": {"200": {"description": "What there is", "content": content}} | _refusals(),
+        "responses": {"200": {"description": "What there is", "content": content}}
+        | _refusals(path),
         "security": [{}, {"key": []}],
     }
 
 
-def _refusals() -> Schema:
-    content = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
+def _refusals(path: str) -> Schema:
+    name = "KserveError" if path.startswith("/v2") else "Error"
+    content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{name}"}}}
     reasons = {
         "400": "The request is wrong",
         "401": "No API key that is known",
@@ -266,6 +289,10 @@ def _refusals() -> Schema:
         "504": "Out of time",
     }
     return {code: {"description": text, "content": content} for code, text in reasons.items()}
+
+
+def _kserve_error() -> Schema:
+    return {"type": "object", "properties": {"error": _TEXT}, "required": ["error"]}
 
 
 def _error() -> Schema:
