@@ -195,7 +195,11 @@ class WorkerConfig:
     )
     block_size: BlockSize = option("tokens per KV block", default=16)
     kv_blocks: int | None = option(
-        "size of the KV pool in blocks", default=None, metavar="N", shown="what the memory allows"
+        "size of the KV pool in packed blocks; exact pages for first and open blocks come beside "
+        "them, and /v1/fleet counts both",
+        default=None,
+        metavar="N",
+        shown="what the memory allows",
     )
     gpu_memory_utilization: float | None = option(
         f"share of the GPU's memory to use, at most {MAX_GPU_MEMORY_UTILIZATION}; refused on a CPU",
@@ -352,7 +356,8 @@ class ServeConfig:
     )
     block_size: BlockSize | None = option("tokens per KV block", default=None, shown="16")
     kv_blocks: int | None = option(
-        "size of each worker's KV pool in blocks",
+        "size of each worker's KV pool in packed blocks; exact pages for first and open blocks "
+        "come beside them",
         default=None,
         metavar="N",
         shown="what the memory allows",
@@ -426,6 +431,12 @@ class ServeConfig:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CertsConfig:
     out: str = option("folder to write to", metavar="DIR")
+    ca: str | None = option(
+        "folder whose CA (ca.pem, ca-key.pem) signs: for a second certificate",
+        default=None,
+        metavar="DIR",
+        shown="--out, where one is made if there is none",
+    )
     role: Literal["router", "prefill", "decode"] | None = option(
         "the one part that the certificate's holder may take (decode: colocated too)",
         default=None,

@@ -1,6 +1,7 @@
 """mTLS between Tandem's processes: one CA, one directory with a certificate for each process.
 
     tandem certs --out DIR          a development CA and a node's certificate, made with openssl
+    tandem certs --out DIR2 --ca DIR        another certificate of that CA
     --internal-tls DIR              of router and workers: both show a certificate of that CA
 
 The directory holds `ca.pem`, `node.pem` and `node-key.pem`. Certificates name `tandem-internal`,
@@ -144,6 +145,9 @@ def make_certificates(config: CertsConfig) -> None:
     """A CA and one node's certificate. An existing CA in the directory is used again."""
     out = Path(config.out)
     out.mkdir(parents=True, exist_ok=True)
+    if config.ca is not None and Path(config.ca).resolve() != out.resolve():
+        for name in ("ca.pem", "ca-key.pem"):
+            (out / name).write_bytes(check_readable("--ca", Path(config.ca, name)))
     if not (out / "ca.pem").exists():
         subject = ("-subj", "/CN=Tandem development CA")
         days = ("-days", str(config.days))
@@ -176,7 +180,10 @@ def make_certificates(config: CertsConfig) -> None:
         str(config.days),
     )
     (out / "node.csr").unlink()
-    (out / "ca-key.pem").chmod(0o600)
+    if config.ca is None:
+        (out / "ca-key.pem").chmod(0o600)
+    else:
+        (out / "ca-key.pem").unlink()  # it stays where it is
     # of group 0, containers can read it, whatever user they run as
     (out / "node-key.pem").chmod(0o640)
 

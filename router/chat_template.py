@@ -69,6 +69,19 @@ class ChatTemplate:
                 f"the chat template cannot render these messages: {reason}", param="messages"
             ) from None
 
+    def shows_tools(self) -> bool:
+        """Whether the model gets to read what tools there are."""
+        name = "a7c2e1"
+        function = {"name": name, "description": name, "parameters": {"type": "object"}}
+        tools = [{"type": "function", "function": function}]
+        try:
+            text = self.render(
+                [{"role": "user", "content": "a"}], {"tools": tools, "add_generation_prompt": True}
+            )
+        except InvalidRequest:
+            return False
+        return name in text
+
     def _renders_parts(self) -> bool:
         """Whether content given as a list of parts comes out as its text (and not as its Python
         form).

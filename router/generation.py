@@ -374,11 +374,13 @@ class TextService:
         # an echo without an answer still computes one token, which nobody sees
         asked = options.max_tokens if options.max_tokens != 0 else 1
         if num_prompt + (asked or 1) > limit:
-            wanted = "at least 1 token" if asked is None else f"max_tokens of {asked}"
+            is_prompt = num_prompt + 1 > limit
+            wanted = "at least 1 token" if is_prompt else f"max_tokens of {asked}"
+            total = num_prompt + (1 if is_prompt else asked or 1)
             raise ContextLengthExceeded(
                 f"the prompt has {num_prompt} tokens, with {wanted} for the answer that is "
-                f"{num_prompt + (asked or 1)}; the context holds {limit}",
-                param="prompt" if asked is None else "max_tokens",
+                f"{total}; the context holds {limit}",
+                param="prompt" if is_prompt else "max_tokens",
             )
         pools = [w.state.max_prompt_tokens for w in self.fleet.linked() if w.can_decode]
         pool = max(pools, default=limit)

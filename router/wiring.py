@@ -122,6 +122,12 @@ def open_router(
     template = None if config.chat_template is None else Path(config.chat_template)
     if tokenizer is None:
         tokenizer = load_tokenizer(directory, template)
+    if tokenizer.template.source and not tokenizer.template.shows_tools():
+        log.warning(
+            "the model's chat template does not show tools: calls that tool_choice forces keep to "
+            "their schemas, but the model never reads what a tool is for; --chat-template FILE "
+            "gives another template"
+        )
     draw_bits = random.SystemRandom().getrandbits
     clock = MonotonicClock()
     watch = WatchThread(clock)
