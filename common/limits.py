@@ -36,6 +36,8 @@ BODY_S = 120.0
 MAX_N = 128
 MAX_OUTPUTS = 1024
 MAX_MESSAGES = 4096
+MAX_PARTS = 256
+"""Inputs, outputs or parameters of a KServe request."""
 MAX_TOOLS = 256
 MAX_LOGPROBS = 20
 MAX_SCORES = 1024 * 1024
@@ -140,6 +142,18 @@ LIMITS: tuple[tuple[str, tuple[Limit, ...]], ...] = (
             Limit("depth of JSON, in texts of JSON too", _count(MAX_JSON_DEPTH), "400", JSON),
             Limit("objects, lists and texts in it", _count(MAX_JSON_OBJECTS), "400", JSON),
             Limit("values in it", _count(MAX_JSON_VALUES), "400", JSON),
+            Limit(
+                "fields of a gRPC message, and numbers packed into one",
+                f"{_count(MAX_JSON_OBJECTS)}, {_count(MAX_JSON_VALUES)}",
+                "400",
+                "router/protobuf_bounds.py",
+            ),
+            Limit(
+                "inputs, outputs, parameters of a KServe call",
+                f"{_count(MAX_PARTS)} each",
+                "400",
+                "router/kserve.py",
+            ),
             Limit("digits of an integer", _count(MAX_INTEGER_DIGITS), "400", JSON),
         ),
     ),

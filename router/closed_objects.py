@@ -10,6 +10,8 @@ from collections.abc import Callable
 from typing import Any
 
 from common.errors import InvalidRequest
+from common.limits import MAX_GRAMMAR_CHARS
+from router.json_body import is_within
 
 Schema = dict[str, Any]
 
@@ -48,7 +50,8 @@ def strict(schema: Schema, where: str) -> Schema:
         properties = inner.get("properties", {})
         required = inner.get("required", [])
         if isinstance(properties, dict) and isinstance(required, list):
-            missing = [name for name in properties if name not in required]
+            named = {name for name in required if isinstance(name, str)}
+            missing = [name for name in properties if name not in named]
             if missing:
                 raise _not_strict(
                     where,
@@ -57,6 +60,10 @@ def strict(schema: Schema, where: str) -> Schema:
                 )
         return inner | {"additionalProperties": False}
 
+    if not is_within(schema, MAX_GRAMMAR_CHARS):
+        raise InvalidRequest(
+            f"{where} has too many characters: the limit is {MAX_GRAMMAR_CHARS}", param=where
+        )
     if schema.get("type", "object") != "object":
         raise _not_strict(where, "its type must be object")
     return _mapped(schema, check)

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import anyio
 import anyio.to_thread
 import numpy as np
+from google.protobuf import message as protobuf
 
 from common.clock import Clock
 from common.errors import (
@@ -53,11 +54,13 @@ from router.parts import (
     ReasoningSplitter,
 )
 from router.prompt_hashes import LARGE_TOKENS
+from router.protobuf_bounds import parsed
 from router.sampling_defaults import NEUTRAL, SamplingDefaults
 from router.text_output import Piece, TextOutput, TokenEntry
 from router.tokenizer import Tokenizer
 
 T = TypeVar("T")
+M = TypeVar("M", bound=protobuf.Message)
 log = logging.getLogger(__name__)
 
 DEFAULT_COMPLETION_TOKENS = 16
@@ -269,7 +272,10 @@ class TextService:
 
     def _allowed(self, options: Options, key: Key | None) -> Options:
         priorities = self.priorities if key is None else key.priorities or self.priorities
-        asked = -options.priority
+        # 0 is usual, or the next to it that is allowed
+        usual = min(max(0, priorities.start), priorities.stop - 1)
+        asked = usual if options.priority is None else -options.priority
+        options = dataclasses.replace(options, priority=-asked)
         if asked not in priorities:
             whose = "without an API key" if key is None else "for this API key"
             raise InvalidRequest(
@@ -289,6 +295,11 @@ class TextService:
         """A JSON object that came inside another request, a large one in a thread."""
         parse = functools.partial(parse_json_object, body)
         return parse() if len(body) < LARGE_BODY_BYTES else await self.in_thread(parse)
+
+    async def message(self, kind: type[M], data: bytes) -> M:
+        """A protobuf message, a large one in a thread. Raises InvalidRequest."""
+        parse = functools.partial(parsed, kind, data)
+        return parse() if len(data) < LARGE_BODY_BYTES else await self.in_thread(parse)
 
     async def in_thread(self, work: Callable[[], T]) -> T:
         """Beside the event loop. Few at a time, since they share the interpreter with it."""
@@ -362,7 +373,7 @@ class TextService:
             token_ids=pack_tokens(prompt),
             num_prompt_tokens=len(prompt),
             sampling=options.sampling_for(max_tokens, seed),
-            priority=options.priority,
+            priority=options.priority or 0,
             cache_salt=options.cache_salt,
         )
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import grpc
 import grpc.aio
-from google.protobuf.message import DecodeError
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
@@ -31,7 +30,7 @@ from router.grpc_peer import grpc_peer
 from router.http_generate import chat_prompt, count_request
 from router.kserve_grpc import SERVICE as KSERVE
 from router.kserve_grpc import kserve_handler
-from router.messages import normalized_messages
+from router.messages import check_count, normalized_messages
 from router.options import Options, read_completion_options
 from router.proto import inference_pb2 as pb
 from router.text_output import Piece
@@ -164,7 +163,8 @@ class _Generate:
                 yield response
             error = None
         except TandemError as found:
-            error = found
+            # with its traceback it would hold the message until the next full collection
+            error = found.with_traceback(None)
         except Exception:
             log.exception("%s failed", ENDPOINT)
             error = InternalError("internal error; see the router's log")
@@ -180,9 +180,9 @@ class _Generate:
     async def _answers(self, data: bytes, context: Any) -> AsyncIterator[pb.GenerateResponse]:
         service = self._service
         arrived_at = service.clock.now()
-        request = _parsed(data)
+        request = await service.message(pb.GenerateRequest, data)
         service.check_model(request.model or None)
-        fields = Fields(_parameters(request))
+        fields = Fields(await service.in_thread(partial(_parameters, request)))
         options = await service.reading(
             fields, partial(read_completion_options, fields, service.vocabulary)
         )
@@ -217,13 +217,6 @@ async def _responses(
         yield last
 
 
-def _parsed(data: bytes) -> pb.GenerateRequest:
-    try:
-        return pb.GenerateRequest.FromString(data)
-    except DecodeError as error:
-        raise InvalidRequest(f"not a GenerateRequest: {error}") from None
-
-
 def _parameters(request: pb.GenerateRequest) -> dict[str, Any]:
     """The fields that were set, as JSON would hold them."""
     found: dict[str, Any] = {}
@@ -247,9 +240,11 @@ async def _prompt(
             (prompt,) = await service.encode_texts([request.text], options)
             return prompt
         case "token_ids":
-            ids = list(request.token_ids.ids)
-            return fields.token_ids("token_ids", ids, service.vocabulary.size)
+            size = service.vocabulary.size
+            ids = request.token_ids.ids
+            return await service.in_thread(lambda: fields.token_ids("token_ids", list(ids), size))
         case "chat":
+            check_count(request.chat.messages)
             messages = [
                 {"role": m.role, "content": m.content, "name": m.name or None}
                 for m in request.chat.messages

@@ -182,7 +182,8 @@ class Endpoint:
         except ClientGone:
             error = Cancelled("the client went away")
         except TandemError as found:
-            error = found
+            # with its traceback it would hold the request until the next full collection
+            error = found.with_traceback(None)
             self._rename(found, exchange.sent)
             await self._explain(exchange, found)
         except Exception:

@@ -169,7 +169,9 @@ class CompletionEndpoint(GenerateEndpoint):
         fields.finish()
         prompts = await completion_prompts(self._service, fields, given, options)
         texts: list[str | None] | None = None
-        if isinstance(given, str):
+        if options.keeps_last is not None:
+            pass  # what is left of a prompt is not what the client wrote
+        elif isinstance(given, str):
             texts = [given]
         elif all(isinstance(prompt, str) for prompt in given):
             texts = list(given)

@@ -39,14 +39,22 @@ class HttpProtocol(BoundedProtocol):
 
     def parse(self, data: bytes) -> None:
         self._unset_keepalive_if_required()
-        try:
-            self.parser.feed_data(data)
-        except httptools.HttpParserError:
-            self.send_400_response("")
-        except httptools.HttpParserUpgrade as upgrade:
-            # the parser has read the head and no more
-            (head_end,) = upgrade.args
-            self._read_without_upgrade(data[head_end:])
+        waiting = [data]
+        while waiting and self.parser is not None:
+            piece = waiting.pop(0)
+            try:
+                self.parser.feed_data(piece)
+            except httptools.HttpParserError:
+                return self.send_400_response("")
+            except httptools.HttpParserUpgrade as upgrade:
+                if self.parser.get_method() == b"CONNECT":
+                    return self.send_400_response("")
+                # the parser has read the head and no more
+                (head_end,) = upgrade.args
+                waiting = [self._head_without_upgrade(), piece[head_end:], *waiting]
+                self.parser = httptools.HttpRequestParser(self)
+                self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
+                self.forget_head()
 
     def on_headers_complete(self) -> None:
         if not self.parser.should_upgrade():
@@ -56,12 +64,8 @@ class HttpProtocol(BoundedProtocol):
         if not self.parser.should_upgrade():
             super().on_message_complete()
 
-    def _read_without_upgrade(self, rest: bytes) -> None:
-        method = self.parser.get_method()
-        if method == b"CONNECT":
-            self.send_400_response("")
-            return
-        head = [b"%s %s HTTP/1.1" % (method, self.url)]
+    def _head_without_upgrade(self) -> bytes:
+        head = [b"%s %s HTTP/1.1" % (self.parser.get_method(), self.url)]
         for name, value in self.headers:
             if name == b"connection":
                 tokens = [token.strip() for token in value.split(b",")]
@@ -69,10 +73,7 @@ class HttpProtocol(BoundedProtocol):
                 value = b", ".join(kept) or b"keep-alive"
             if name not in _OF_AN_UPGRADE:
                 head.append(b"%s: %s" % (name, value))
-        self.parser = httptools.HttpRequestParser(self)
-        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
-        self.forget_head()
-        self.data_received(b"\r\n".join(head) + b"\r\n\r\n" + rest)
+        return b"\r\n".join(head) + b"\r\n\r\n"
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGIApp) -> None:  # type: ignore[override]
         if cycle.scope["http_version"] == "1.0":

@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 from common.errors import InvalidRequest, ModelNotFound
+from common.limits import MAX_PARTS
 from router.fields import Fields
 from router.generation import DEFAULT_COMPLETION_TOKENS, Generation, TextService
 from router.json_body import shortened
@@ -123,6 +124,12 @@ def repository_index(service: TextService) -> list[dict[str, str]]:
             "reason": "" if is_ready else "; ".join(service.reasons(None)),
         }
     ]
+
+
+def check_parts(count: int, what: str) -> None:
+    """Raises InvalidRequest: nothing has so many names here."""
+    if count > MAX_PARTS:
+        raise InvalidRequest(f"{count} {what}; the limit is {MAX_PARTS}", param=what[:64])
 
 
 def check_served(service: TextService, name: str, version: str) -> None:

@@ -52,7 +52,9 @@ class Generate(GenerateEndpoint):
         sampling.finish()
         prompts = await self._service.encode_texts([text], options)
         return Ask(
-            prompts=prompts, options=dataclasses.replace(options, stream=stream), texts=[text]
+            prompts=prompts,
+            options=dataclasses.replace(options, stream=stream),
+            texts=None if options.keeps_last is not None else [text],
         )
 
     def error_body(self, error: TandemError) -> bytes:

@@ -9,13 +9,13 @@ message, and the stream goes on.
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any
 
 import anyio
 import grpc
 import grpc.aio
 from google.protobuf.json_format import ParseDict
-from google.protobuf.message import DecodeError, Message
 
 from common.errors import Cancelled, InternalError, InvalidRequest, TandemError
 from router.generation import TextService
@@ -27,6 +27,7 @@ from router.kserve import (
     VERSION,
     Answer,
     Tensor,
+    check_parts,
     check_served,
     model_config,
     packed_texts,
@@ -38,14 +39,13 @@ from router.kserve import (
     wanted_outputs,
 )
 from router.proto import open_inference_pb2 as pb
+from router.protobuf_bounds import parsed
 
 log = logging.getLogger(__name__)
 
 SERVICE = "inference.GRPCInferenceService"
 _MAX_RUNNING = 1024
 """Requests of one stream that run at the same time; further ones are read when one ends."""
-
-M = TypeVar("M", bound=Message)
 
 
 def kserve_handler(service: TextService, version: str) -> Any:
@@ -86,7 +86,7 @@ class _Calls:
 
     async def model_ready(self, data: bytes, context: Any) -> pb.ModelReadyResponse:
         async with _told(context):
-            request = _parsed(pb.ModelReadyRequest, data)
+            request = parsed(pb.ModelReadyRequest, data)
             is_known = request.name == self._service.model_name
             is_known = is_known and request.version in ("", VERSION)
             return pb.ModelReadyResponse(ready=is_known and self._service.is_ready)
@@ -96,7 +96,7 @@ class _Calls:
 
     async def model_metadata(self, data: bytes, context: Any) -> pb.ModelMetadataResponse:
         async with _told(context):
-            request = _parsed(pb.ModelMetadataRequest, data)
+            request = parsed(pb.ModelMetadataRequest, data)
             check_served(self._service, request.name, request.version)
             tensor = pb.ModelMetadataResponse.TensorMetadata
             return pb.ModelMetadataResponse(
@@ -109,14 +109,14 @@ class _Calls:
 
     async def model_config(self, data: bytes, context: Any) -> pb.ModelConfigResponse:
         async with _told(context):
-            request = _parsed(pb.ModelConfigRequest, data)
+            request = parsed(pb.ModelConfigRequest, data)
             check_served(self._service, request.name, request.version)
             config = ParseDict(model_config(self._service.model_name), pb.ModelConfig())
             return pb.ModelConfigResponse(config=config)
 
     async def repository_index(self, data: bytes, context: Any) -> pb.RepositoryIndexResponse:
         async with _told(context):
-            request = _parsed(pb.RepositoryIndexRequest, data)
+            request = parsed(pb.RepositoryIndexRequest, data)
             models = repository_index(self._service)
             if request.ready:
                 models = [model for model in models if model["state"] == "READY"]
@@ -124,8 +124,10 @@ class _Calls:
 
     async def model_infer(self, data: bytes, context: Any) -> pb.ModelInferResponse:
         async with _told(context), self._counted("ModelInfer"):
+            arrived_at = self._service.clock.now()
+            request = await self._service.message(pb.ModelInferRequest, data)
             found: list[pb.ModelInferResponse] = []
-            async for response in self._answers(data, context, streams=False):
+            async for response in self._answers(request, context, arrived_at, streams=False):
                 found.append(response)
             return found[0]
 
@@ -141,13 +143,17 @@ class _Calls:
         self, data: bytes, context: Any, turn: anyio.Lock, room: anyio.Semaphore
     ) -> None:
         """One request of a stream; responses are written by turns."""
+        request_id = ""
         try:
             async with self._counted("ModelStreamInfer"):
-                async for response in self._answers(data, context, streams=True):
+                arrived_at = self._service.clock.now()
+                request = await self._service.message(pb.ModelInferRequest, data)
+                request_id = request.id
+                async for response in self._answers(request, context, arrived_at, streams=True):
                     async with turn:
                         await context.write(pb.ModelStreamInferResponse(infer_response=response))
         except TandemError as error:
-            about = pb.ModelInferResponse(id=_id_of(data))
+            about = pb.ModelInferResponse(id=request_id)
             async with turn:
                 await context.write(
                     pb.ModelStreamInferResponse(
@@ -158,17 +164,21 @@ class _Calls:
             room.release()
 
     async def _answers(
-        self, data: bytes, context: Any, *, streams: bool
+        self, request: pb.ModelInferRequest, context: Any, arrived_at: float, *, streams: bool
     ) -> AsyncIterator[pb.ModelInferResponse]:
         service = self._service
-        arrived_at = service.clock.now()
-        request = _parsed(pb.ModelInferRequest, data)
         check_served(service, request.model_name, request.model_version)
+        for given, what in (
+            (request.inputs, "inputs"),
+            (request.raw_input_contents, "raw contents"),
+            (request.outputs, "outputs"),
+            (request.parameters, "parameters"),
+        ):
+            check_parts(len(given), what)
         wanted = wanted_outputs([output.name for output in request.outputs])
         key = service.keys.check(dict(context.invocation_metadata()))
-        call = await read_infer(
-            service, _tensors(request), _parameters(request), key, grpc_peer(context)
-        )
+        tensors = await service.in_thread(partial(_tensors, request))
+        call = await read_infer(service, tensors, _parameters(request), key, grpc_peer(context))
         generation = start_infer(
             service,
             call,
@@ -222,6 +232,7 @@ class _Calls:
             raise error from None
         finally:
             count_request(self._service, f"{SERVICE}/{method}", error)
+            error = None  # its traceback holds this frame, and the message with it
 
 
 @contextlib.asynccontextmanager
@@ -230,25 +241,12 @@ async def _told(context: Any) -> AsyncIterator[None]:
     try:
         yield
     except TandemError as error:
+        error.__traceback__ = None  # it would hold the message until the next full collection
         await context.abort(
             getattr(grpc.StatusCode, error.grpc_status),
             error.message,
             trailing_metadata=(("tandem-code", error.code),),
         )
-
-
-def _parsed(kind: type[M], data: bytes) -> M:
-    try:
-        return kind.FromString(data)
-    except DecodeError as error:
-        raise InvalidRequest(f"not a {kind.__name__}: {error}") from None
-
-
-def _id_of(data: bytes) -> str:
-    try:
-        return pb.ModelInferRequest.FromString(data).id
-    except DecodeError:
-        return ""
 
 
 def _tensors(request: pb.ModelInferRequest) -> list[Tensor]:

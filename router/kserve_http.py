@@ -21,6 +21,7 @@ from router.kserve import (
     VERSION,
     Answer,
     Tensor,
+    check_parts,
     check_served,
     model_config,
     read_infer,
@@ -157,7 +158,8 @@ class ModelInfer(Endpoint):
         if length is None:
             return await exchange.json_object(self._max_body_bytes), b""
         data = await exchange.body(self._max_body_bytes)
-        if not (length.isascii() and length.isdigit()) or int(length) > len(data):
+        is_number = length.isascii() and length.isdigit() and len(length) < 20
+        if not is_number or int(length) > len(data):
             raise InvalidRequest(f"{HEADER_LENGTH} {shortened(length)} is not within the body")
         return await exchange.parse(data[: int(length)]), data[int(length) :]
 
@@ -203,6 +205,7 @@ class ModelInfer(Endpoint):
 def _tensors(given: Any, binary: bytes) -> list[Tensor]:
     if not isinstance(given, list) or not all(isinstance(item, dict) for item in given):
         raise InvalidRequest("inputs must be a list of tensors", param="inputs")
+    check_parts(len(given), "inputs")
     found = []
     for item in given:
         fields = Fields(item, "inputs.")
@@ -235,6 +238,7 @@ def _wanted(given: Any) -> tuple[str, ...]:
     given = [] if given is None else given
     if not isinstance(given, list) or not all(isinstance(item, dict) for item in given):
         raise InvalidRequest("outputs must be a list of outputs", param="outputs")
+    check_parts(len(given), "outputs")
     names = []
     for item in given:
         fields = Fields(item, "outputs.")

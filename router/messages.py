@@ -6,7 +6,7 @@ parts itself, `developer` is another word for `system`, and the arguments of too
 objects (arguments that were cut off stay the text they are). Parts that are not text are refused.
 """
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from typing import Any
 
 from common.errors import InvalidRequest, UnsupportedParameter
@@ -26,11 +26,15 @@ def normalized_messages(
         raise InvalidRequest("messages must be a list of messages", param="messages")
     if not given:
         raise InvalidRequest("messages must not be empty", param="messages")
-    if len(given) > MAX_MESSAGES:
-        raise InvalidRequest(f"more than {MAX_MESSAGES} messages", param="messages")
+    check_count(given)
     if places is None:
         places = [f"messages[{i}]" for i in range(len(given))]
     return [_normalized(m, place, takes_parts) for m, place in zip(given, places, strict=True)]
+
+
+def check_count(given: Sized) -> None:
+    if len(given) > MAX_MESSAGES:
+        raise InvalidRequest(f"more than {MAX_MESSAGES} messages", param="messages")
 
 
 def _normalized(given: Any, where: str, takes_parts: bool) -> Message:

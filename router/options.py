@@ -49,8 +49,8 @@ class Options:
     stream: bool
     include_usage: bool
     has_usage_in_chunks: bool = False
-    priority: int = 0
-    """Higher is sooner, as workers see it."""
+    priority: int | None = None
+    """None: what is usual. Higher is sooner, as workers see it."""
     cache_salt: str = ""
     echo: bool = False
     """The prompt comes first in the answer."""
@@ -151,6 +151,7 @@ def _read(
         prompt_logprobs=max(scored, default=None),
     )
     _check_ids(sampling)
+    priority = fields.integer("priority", -MAX_PRIORITY, MAX_PRIORITY)
     usage = _stream_options(fields, stream)
     form = _form(fields, tools)
     if form is not None and not set(vocabulary.eos_token_ids) <= set(sampling.stop_token_ids):
@@ -167,7 +168,7 @@ def _read(
         include_usage=usage.include_usage,
         has_usage_in_chunks=usage.continuous_usage_stats,
         # as vLLM has it, clients count the other way: lower is sooner
-        priority=-(fields.integer("priority", -MAX_PRIORITY, MAX_PRIORITY) or 0),
+        priority=None if priority is None else -priority,
         cache_salt=_cache_salt(fields),
         echo=echo,
         tools=tools,

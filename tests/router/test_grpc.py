@@ -1,5 +1,6 @@
 """The gRPC API: the same rules as over HTTP, health and reflection, deadlines and cancellation."""
 
+import gc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
 
 from common.errors import DecodeFull, InternalError
 from router.proto import inference_pb2 as pb
+from router.proto import open_inference_pb2 as kserve
 from tests.router.fake_worker import FakeWorker
 from tests.router.stack import DEADLINE_S, Stack
 
@@ -140,8 +142,10 @@ def test_b32_bytes_that_are_no_message(client: Client, data: bytes) -> None:
 def test_b34_b41_too_long(client: Client) -> None:
     over = pb.GenerateRequest(text="x " * 2_500_000)
     assert client.refused(over) == ("INVALID_ARGUMENT", "context_length_exceeded")
-    ids = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[5] * 2_000_000))
+    ids = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[5] * 1_200_000))
     assert client.refused(ids) == ("INVALID_ARGUMENT", "context_length_exceeded")
+    ids = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[5] * 2_000_000))
+    assert client.refused(ids) == ("INVALID_ARGUMENT", "invalid_request"), "as in JSON"
     huge = pb.GenerateRequest(text="x" * 9_000_000)
     assert client.refused(huge)[0] == "RESOURCE_EXHAUSTED"
 
@@ -202,3 +206,75 @@ def test_reflection_describes_the_service(client: Client) -> None:
     assert "tandem.v1.Inference" in database.get_services()
     service = DescriptorPool(database).FindServiceByName("tandem.v1.Inference")
     assert service.methods_by_name["Generate"].server_streaming
+
+
+def many(message: Any, field: str, inner: bytes, count: int) -> bytes:
+    """A message whose `field` holds `inner` so many times, without building it."""
+    number = message.DESCRIPTOR.fields_by_name[field].number
+    return (bytes([number << 3 | 2, len(inner)]) + inner) * count
+
+
+def test_messages_that_hold_too_much_are_refused_before_they_are_built(stack: Stack) -> None:
+    front = stack.router.grpc_front
+    assert front is not None
+    chat = pb.GenerateRequest.DESCRIPTOR.fields_by_name["chat"].number
+    inner = many(pb.Chat, "messages", b"", 1_000_000)
+    chats = bytes([chat << 3 | 2]) + varint(len(inner)) + inner
+    ids = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[1] * 2_000_000)).SerializeToString()
+    infers = [
+        many(kserve.ModelInferRequest, "inputs", b"\x12\x04BOOL", 800_000),
+        many(kserve.ModelInferRequest, "inputs", b"", 300),
+        many(kserve.ModelInferRequest, "outputs", b"", 300),
+        many(kserve.ModelInferRequest, "raw_input_contents", b"", 300),
+        many(kserve.ModelInferRequest, "raw_input_contents", b"", 4_000_000),
+        b"\x0b" * 1_000_000,
+        b"\x0a\xff\xff\xff\xff\x0f",
+    ]
+    with grpc.insecure_channel(
+        f"127.0.0.1:{front.port}", options=[("grpc.max_send_message_length", -1)]
+    ) as channel:
+        generate: Any = channel.unary_stream("/tandem.v1.Inference/Generate")
+        infer: Any = channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
+        for data in (chats, ids):
+            with pytest.raises(grpc.RpcError) as found:
+                list(generate(data, timeout=DEADLINE_S))
+            assert found.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+            assert "more than" in found.value.details()
+        name = stack.router.service.model_name.encode()
+        head = b"\x0a" + varint(len(name)) + name
+        for data in infers:
+            with pytest.raises(grpc.RpcError) as found:
+                infer(head + data, timeout=DEADLINE_S)
+            assert found.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert stack.canary()
+
+
+def varint(value: int) -> bytes:
+    found = b""
+    while value > 127:
+        found += bytes([value & 127 | 128])
+        value >>= 7
+    return found + bytes([value])
+
+
+def test_refused_messages_are_let_go(stack: Stack) -> None:
+    """Without a full collection: what was refused is not kept by its own traceback. A message like
+    this one takes 35 MB.
+    """
+    front = stack.router.grpc_front
+    assert front is not None
+    chat = pb.GenerateRequest.DESCRIPTOR.fields_by_name["chat"].number
+    inner = many(pb.Chat, "messages", b"", 190_000)
+    data = bytes([chat << 3 | 2]) + varint(len(inner)) + inner
+    with grpc.insecure_channel(f"127.0.0.1:{front.port}") as channel:
+        generate: Any = channel.unary_stream("/tandem.v1.Inference/Generate")
+        gc.disable()
+        try:
+            sizes = []
+            for _ in range(12):
+                with pytest.raises(grpc.RpcError, match="more than 4096 messages"):
+                    list(generate(data, timeout=DEADLINE_S))
+                sizes.append(int(Path("/proc/self/statm").read_text().split()[1]) * 4096)
+        finally:
+            gc.enable()
+    assert sizes[-1] - sizes[3] < 100e6, sizes

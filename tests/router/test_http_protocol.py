@@ -133,3 +133,19 @@ def test_t29_a_silent_connection_is_kept_as_long_as_the_option_says(
         kept.sendall(request)
         assert read_answer(reader_of_kept)[0] == b"HTTP/1.1 200 OK"
         assert stack.router.config.keep_alive_s == 120.0
+
+
+def test_many_offers_in_one_piece_are_answered_one_after_another(stack: Stack) -> None:
+    request = b"GET /health HTTP/1.1\r\nHost: tandem\r\n" + UPGRADE + b"\r\n"
+    with connected(stack) as client, client.makefile("rb") as reader:
+        client.sendall(request * 500)
+        for _ in range(500):
+            assert read_answer(reader)[2] == b'{"status":"ok"}'
+
+
+def test_a_length_of_a_head_that_is_no_number(stack: Stack) -> None:
+    path = f"/v2/models/{stack.router.service.model_name}/infer"
+    for length in ("9" * 5000, "-1", "1e3", "٣"):
+        headers = {"inference-header-content-length": length.encode()}
+        response = stack.http.post(path, content=b"{}", headers=headers)  # type: ignore[arg-type]
+        assert response.status_code == 400, length

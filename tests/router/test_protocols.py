@@ -201,6 +201,11 @@ def test_t32_prompts_are_cut_to_their_ends_where_asked(stack: Stack) -> None:
     assert error_of(stack.complete(long, max_tokens=5))["code"] == "context_length_exceeded"
     shown = stack.complete(long, truncate_prompt_tokens=-1, max_tokens=5).json()
     assert shown["usage"]["prompt_tokens"] == limit - 5
+    shown = stack.complete(words, truncate_prompt_tokens=2, echo=True, logprobs=1, max_tokens=1)
+    choice = shown.json()["choices"][0]
+    assert choice["text"].startswith(" seven eight")
+    assert choice["text"] == "".join(choice["logprobs"]["tokens"])
+    assert choice["logprobs"]["text_offset"][:2] == [0, len(" seven")]
     for wrong in (0, -2, "3", 1.5):
         response = stack.complete(words, truncate_prompt_tokens=wrong)
         assert error_of(response)["param"] == "truncate_prompt_tokens"
@@ -477,6 +482,19 @@ def test_t28_strict_is_what_openai_calls_strict() -> None:
             strict(bad, "here")
 
 
+def test_strict_schemas_are_read_at_the_speed_of_their_size(stack: Stack) -> None:
+    names = [f"p{number}" for number in range(20_000)]
+    wide = {"type": "object", "properties": dict.fromkeys(names, True), "required": names[::-1]}
+    with pytest.raises(InvalidRequest, match="too many characters"):
+        strict(wide | {"description": "x" * 300_000}, "here")
+    names = names[:8_000]
+    some = {"type": "object", "properties": dict.fromkeys(names, True), "required": names[::-1]}
+    assert strict(some, "here")["additionalProperties"] is False
+    described = {"name": "x", "schema": wide | {"title": "x" * 300_000}, "strict": True}
+    form = {"type": "json_schema", "json_schema": described}
+    assert "too many characters" in error_of(stack.chat(response_format=form))["message"]
+
+
 def test_t28_over_http(model_dir: Path, stack: Stack) -> None:
     parameters: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "integer"}}}
     function: dict[str, Any] = {"name": "f", "parameters": parameters}
@@ -517,6 +535,7 @@ KEYS = """\
 # who may ask
 plain
 urgent priorities=-10:10 name=ann
+patient priorities=5:10
 beta#key max_outputs=3   # a comment
 """
 
@@ -539,6 +558,9 @@ def test_t07_a_key_says_which_priorities_it_may_ask_for(keyed: Stack) -> None:
     assert ask(keyed, "urgent", priority=-11).status_code == 400
     assert ask(keyed, "plain", priority=-1).status_code == 400
     assert ask(keyed, "plain", priority=7).status_code == 200
+    assert ask(keyed, "patient").status_code == 200
+    assert submitted(keyed).priority == -5, "who says nothing gets the next to what is usual"
+    assert ask(keyed, "patient", priority=0).status_code == 400
 
 
 def test_t08_a_key_s_bound_holds_when_it_is_idle(keyed: Stack) -> None:
