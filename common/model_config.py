@@ -100,7 +100,7 @@ class ModelConfig:
             attention_bias=family.has_qkv_bias or has_bias,
             output_bias=has_bias,
             qk_norm=family.has_qk_norm,
-            eos_token_ids=_eos_token_ids(config, generation),
+            eos_token_ids=_eos_token_ids(fields.integer("vocab_size"), config, generation),
             dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32"),
         )
 
@@ -362,7 +362,7 @@ def _rope(fields: Fields) -> RopeConfig:
     return rope
 
 
-def _eos_token_ids(*sources: Mapping[str, Any]) -> tuple[int, ...]:
+def _eos_token_ids(vocab_size: int, *sources: Mapping[str, Any]) -> tuple[int, ...]:
     ids: set[int] = set()
     for source in sources:
         value = source.get("eos_token_id")
@@ -371,5 +371,10 @@ def _eos_token_ids(*sources: Mapping[str, Any]) -> tuple[int, ...]:
         for item in value if isinstance(value, list) else [value]:
             if isinstance(item, bool) or not isinstance(item, int):
                 raise UnsupportedModel(f"eos_token_id holds {item!r}, which is no token id")
+            if not 0 <= item < vocab_size:
+                raise UnsupportedModel(
+                    f"eos_token_id (config.json, generation_config.json) holds {item}, but the "
+                    f"vocabulary has {vocab_size} tokens: take it out"
+                )
             ids.add(item)
     return tuple(sorted(ids))

@@ -111,8 +111,13 @@ def load_chat_template(directory: Path, override: Path | None = None) -> ChatTem
     if isinstance(found, list):
         named = {}
         for entry in found:
-            if not isinstance(entry, dict) or not {"name", "template"} <= entry.keys():
-                raise ConfigError("chat_template: an entry of the list has no name and template")
+            texts = (
+                [entry.get(key) for key in ("name", "template")] if isinstance(entry, dict) else []
+            )
+            if not texts or not all(isinstance(text, str) for text in texts):
+                raise ConfigError(
+                    f"{directory}: chat_template: an entry of the list has no name and template"
+                )
             named[entry["name"]] = entry["template"]
         if "default" not in named:
             return ChatTemplate(
@@ -123,7 +128,7 @@ def load_chat_template(directory: Path, override: Path | None = None) -> ChatTem
             )
         found = named["default"]
     if found is not None and not isinstance(found, str):
-        raise ConfigError(f"chat_template is no text but {type(found).__name__}")
+        raise ConfigError(f"{directory}: chat_template is no text but {type(found).__name__}")
     return ChatTemplate(found, special_tokens=special_tokens)
 
 
@@ -201,4 +206,6 @@ def _read_json(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot read {path}: {error}") from None
+    except RecursionError:
+        raise ConfigError(f"cannot read {path}: it is nested too deeply") from None
     return content if isinstance(content, dict) else {}

@@ -7,6 +7,7 @@ text is read by the same rules.
 
 import json
 import math
+import reprlib
 from typing import Any
 
 import anyio
@@ -156,7 +157,12 @@ def is_within(value: Any, limit: int) -> bool:
     return True
 
 
+_BEGINNING = reprlib.Repr()
+_BEGINNING.maxstring = _BEGINNING.maxother = 120
+
+
 def shortened(value: object) -> str:
     """`value` as a message may show it."""
-    shown = repr(value)
+    # of a large value only the beginning is looked at
+    shown = repr(value) if is_within(value, 400) else _BEGINNING.repr(value)
     return shown if len(shown) <= 80 else f"{shown[:77]}..."

@@ -75,7 +75,7 @@ def _part_text(part: Any, where: str) -> str:
     if isinstance(part, str):
         return part
     kind = part.get("type") if isinstance(part, dict) else None
-    if isinstance(kind, str) and kind not in _TEXT_PARTS:
+    if kind is not None and kind not in _TEXT_PARTS:
         raise UnsupportedParameter(
             f"{where} is of type {shortened(kind)}; only text is supported", param=where
         )

@@ -5,7 +5,8 @@ import re
 from common.errors import InvalidRequest
 from common.limits import MAX_REGEX_REPEAT
 
-_REPEAT = re.compile(r"\{\s*(\d*)\s*,?\s*(\d*)\s*\}|~\s*(\d+)\s*(?:\.\.\s*(\d+))?")
+_REPEAT = re.compile(r"\{\s*+(\d*+)\s*+,?+\s*+(\d*+)\s*+\}|~\s*+(\d++)\s*+(?:\.\.\s*+(\d++))?")
+"""Possessive throughout: a text that fails is read once, not tried in every way."""
 
 
 def check_repeats(text: str, param: str) -> None:

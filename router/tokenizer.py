@@ -30,6 +30,8 @@ from router.slices import SLICE, matches
 T = TypeVar("T")
 
 _THREAD_FROM_CHARS = 2_000
+MAX_TOKEN_ID = 2**24
+"""Texts of tokens are kept by id; a hundred times the largest vocabularies of today."""
 _MARKERS = "\ue000\ue001"
 """What the mark behind a message that is continued is made of."""
 
@@ -269,7 +271,11 @@ def load_tokenizer(directory: Path, chat_template: Path | None = None) -> Tokeni
         tokenizer = _read(source)
     except Exception as error:  # the library raises plain exceptions of its own
         raise ConfigError(f"cannot read the tokenizer {path}: {error}") from None
-    texts = TokenTexts.of(json.loads(source), tokenizer.get_vocab(with_added_tokens=True))
+    vocabulary = tokenizer.get_vocab(with_added_tokens=True)
+    largest = max(vocabulary.values(), default=0)
+    if largest > MAX_TOKEN_ID:
+        raise ConfigError(f"{path} has a token of id {largest}; the limit is {MAX_TOKEN_ID}")
+    texts = TokenTexts.of(json.loads(source), vocabulary)
     template = load_chat_template(directory, chat_template)
     return Tokenizer(tokenizer, lambda: _read_plain(source), texts, template)
 

@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 
-from common.errors import UnsupportedModel
+from common.errors import ConfigError, UnsupportedModel
+from common.model_config import ModelConfig
 from router.sampling_defaults import SamplingDefaults
+from router.tokenizer import load_tokenizer
 from tests.router.fake_worker import FakeWorker
 from tests.router.stack import Stack
 
@@ -113,3 +115,47 @@ def test_t19_tokens_that_the_model_has_no_row_for(
         messages = [{"role": "user", "content": "<|more|>"}]
         chat = {"messages": messages, "max_tokens": 2}
         assert stack.http.post("/v1/chat/completions", json=chat).status_code == 200
+
+
+@pytest.mark.parametrize("ids", [[2, 99_999_999], [-1, 2], 49_152])
+def test_ends_of_text_that_the_model_does_not_have(
+    model_dir: Path, tmp_path: Path, ids: Any
+) -> None:
+    model = copied(model_dir, tmp_path)
+    path = model / "generation_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token_id": ids}))
+    with pytest.raises(UnsupportedModel, match=r"generation_config\.json"):
+        ModelConfig.load(str(model))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("tokenizer_config.json", '{"chat_template": [{"name": [], "template": "a"}]}', "no name"),
+        ("tokenizer_config.json", "[" * 100_000, "nested too deeply"),
+        ("chat_template.json", "[" * 100_000, "nested too deeply"),
+    ],
+)
+def test_tokenizer_files_that_are_wrong(
+    model_dir: Path, tmp_path: Path, name: str, content: str, says: str
+) -> None:
+    model = copied(model_dir, tmp_path)
+    (model / "chat_template.jinja").unlink()
+    (model / name).write_text(content)
+    with pytest.raises(ConfigError, match=says) as found:
+        load_tokenizer(model)
+    assert str(model) in str(found.value)
+
+
+def test_a_token_id_beyond_all_reason(model_dir: Path, tmp_path: Path) -> None:
+    model = copied(model_dir, tmp_path)
+    path = model / "tokenizer.json"
+    content = json.loads(path.read_text())
+    content["model"]["vocab"]["far away"] = 2_000_000_000
+    path.write_text(json.dumps(content))
+    with pytest.raises(ConfigError, match=r"tokenizer\.json has a token of id 2000000000"):
+        load_tokenizer(model)
+
+
+def copied(model_dir: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(model_dir, tmp_path / "model"))
