@@ -25,6 +25,7 @@ from common.model_config import ModelConfig
 from common.rpc import Connect, connect
 from common.watch_thread import WatchThread
 from router.admission import Admission
+from router.chat_template import ChatTemplate
 from router.compiler import CompileChild, GrammarCompiler
 from router.discovery import Discovery
 from router.dispatch import Dispatcher
@@ -99,6 +100,15 @@ class Router:
             ending.start_soon(anyio.to_thread.run_sync, self.metrics_server.close)
 
 
+def warn_of_hidden_tools(template: ChatTemplate) -> None:
+    if template.source and not template.shows_tools():
+        log.warning(
+            "the model's chat template does not show tools: calls that tool_choice forces keep to "
+            "their schemas, but the model never reads what a tool is for; --chat-template FILE "
+            "gives another template"
+        )
+
+
 def tls_pair(config: RouterConfig) -> tuple[bytes, bytes] | None:
     """Private key and certificate chain. Raises ConfigError when they cannot be used."""
     if config.tls_cert is None or config.tls_key is None:
@@ -122,12 +132,6 @@ def open_router(
     template = None if config.chat_template is None else Path(config.chat_template)
     if tokenizer is None:
         tokenizer = load_tokenizer(directory, template)
-    if tokenizer.template.source and not tokenizer.template.shows_tools():
-        log.warning(
-            "the model's chat template does not show tools: calls that tool_choice forces keep to "
-            "their schemas, but the model never reads what a tool is for; --chat-template FILE "
-            "gives another template"
-        )
     draw_bits = random.SystemRandom().getrandbits
     clock = MonotonicClock()
     watch = WatchThread(clock)
