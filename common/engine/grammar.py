@@ -5,7 +5,7 @@ A grammar is compiled in a thread of its own (`prepare`), before its request is 
 matcher is made when its output starts and fed the tokens generated so far, so a grammar survives
 hand-off, preemption and recovery without any state of its own on the wire. The masks of a step
 depend on tokens that are known before its forward pass, so they are computed beside it: `begin`
-before the pass, `Pending.masks` after it. The tokenizer is loaded with the first grammar.
+before the pass, `Pending.masks` after it. Grammars whose masks are slow are timed by themselves.
 """
 
 import ctypes
