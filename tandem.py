@@ -14,7 +14,6 @@ from common.config import (
     PlanConfig,
     QualityConfig,
     ServeConfig,
-    home,
     parse,
 )
 from common.errors import ConfigError, UnsupportedModel
@@ -36,29 +35,27 @@ def main() -> int:
 def run(command: Command) -> int:
     match command.config:
         case ServeConfig() as config:
-            from common import launcher
+            from commands import serve
 
-            return launcher.serve(config, command.config_file)
+            return serve.run(config, command.config_file)
         case CertsConfig() as config:
-            from common.internal_tls import make_certificates
+            from commands import certificates
 
-            make_certificates(config)
-            return 0
-        case DemoModelConfig(verify=verify):
-            from common.demo_model import prepare_calibrated
+            return certificates.run(config)
+        case DemoModelConfig() as config:
+            from commands import demo_model
 
-            print(prepare_calibrated(home(), report=say, verify=verify))
-            return 0
+            return demo_model.run(config, say)
         case CalibrateConfig() as config:
-            from common.engine import calibrate
+            from commands import calibrate
 
             return calibrate.run(config, say)
         case QualityConfig() as config:
-            from common.engine import quality
+            from commands import quality
 
             return quality.run(config, print)
         case PlanConfig() as config:
-            from simulator import plan
+            from commands import plan
 
             return plan.run(config, say)
         case config:

@@ -27,14 +27,14 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from common.kernels.gpu import checksum, landing, matmul, norm, quantise, sampling, swiglu
-from common.kernels.gpu.attention import attention_kernel, rows_of, step_of
-from common.kernels.gpu.codec import page_constants
-from common.kernels.gpu.convert import convert_kernel
-from common.kernels.gpu.decode import constants_of, decode_kernel, merge_kernel
-from common.kernels.gpu.store import store_kernel
-from common.kernels.gpu.tiles import WIDE_OUTPUTS, matmul_tile_of, sample_tile_of, tiles_of
 from common.pages import CODECS, TAG_BYTES, ElementKind, PageLayout
+from engine.kernels.gpu import checksum, landing, matmul, norm, quantise, sampling, swiglu
+from engine.kernels.gpu.attention import attention_kernel, rows_of, step_of
+from engine.kernels.gpu.codec import page_constants
+from engine.kernels.gpu.convert import convert_kernel
+from engine.kernels.gpu.decode import constants_of, decode_kernel, merge_kernel
+from engine.kernels.gpu.store import store_kernel
+from engine.kernels.gpu.tiles import WIDE_OUTPUTS, matmul_tile_of, sample_tile_of, tiles_of
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),

@@ -18,12 +18,12 @@ from pathlib import Path
 
 import numpy as np
 
+from commands.demo_model import NAME
 from common.config import DEFAULT_KV_CODEC, home
-from common.demo_model import NAME
-from common.engine.runner import ModelRunner, load_runner
 from common.pages import CODECS
 from common.scheduling.plan import OutputStart, PrefillChunk, StepPlan
 from common.types import SamplingParams
+from engine.runner import ModelRunner, load_runner
 
 PROMPT_TOKENS = 512
 BATCHES = (1, 4, 16)

@@ -35,10 +35,10 @@ from bench import gpu_handoff, gpu_model, gpu_worker
 from bench.gpu_kernels import CASES, Case, Setting, error_of
 from bench.gpu_steps import BLOCK_SIZE, CHECKED, LLAMA_8B, SMOKE, Shape, layout_of
 from common.config import DEFAULT_KV_CODEC
-from common.engine.backend import FP8_CAPABILITY
-from common.engine.cuda_graphs import CudaCapture
-from common.engine.graphed_model import GraphedModel
 from common.model_config import ModelConfig
+from engine.backend import FP8_CAPABILITY
+from engine.cuda_graphs import CudaCapture
+from engine.graphed_model import GraphedModel
 
 ANCHOR, AIM = 0.54, 0.52
 """Of ITL's slope over context, FP8 against bf16 KV: published, and ours to reach."""

@@ -18,12 +18,12 @@ import torch
 
 from bench.gpu_steps import BLOCK_SIZE, LLAMA_8B, SMOKE, Shape, blocks_of, filled_pool, layout_of
 from common.config import DEFAULT_KV_CODEC
-from common.engine.pools import PageArena
-from common.kernels.gpu.checksum import checksums
 from common.messages import LinkReply
 from common.pages import TAG_BYTES, PageLayout, PageTag
 from common.scheduling.plan import PageKind
 from common.wire import decode, encode
+from engine.kernels.gpu.checksum import checksums
+from engine.pools import PageArena
 from kvtransfer.nixl_transport import NixlTransport
 from kvtransfer.transport import PageRead, ReadEnd
 
@@ -148,7 +148,7 @@ async def _pull_chunks(
     landing: PageArena,
     num_tokens: int,
 ) -> Pulled:
-    from common.kernels.gpu.landing import land
+    from engine.kernels.gpu.landing import land
 
     pages, times = range(blocks_of(num_tokens)), []
     for first in range(0, len(pages), profile.chunk_pages):

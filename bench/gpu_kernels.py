@@ -22,23 +22,23 @@ from bench.gpu_steps import (
     offsets_of,
 )
 from common.config import DEFAULT_KV_CODEC
-from common.engine.batch import MAX_RUN_TOKENS, StepBatch
-from common.engine.device_inputs import DeviceStep, InputBuffer, columns_of
-from common.engine.pools import PageArena
-from common.engine.sampler import SamplingRows, draw, uniform
-from common.kernels import reference
-from common.kernels.gpu.attention import attention
-from common.kernels.gpu.checksum import checksums
-from common.kernels.gpu.decode import Partials, decode_attention
-from common.kernels.gpu.landing import land
-from common.kernels.gpu.matmul import matmul
-from common.kernels.gpu.norm import rms_norm
-from common.kernels.gpu.quantise import quantise_rows
-from common.kernels.gpu.sampling import sample_rows
-from common.kernels.gpu.store import rotate_and_store
-from common.kernels.gpu.swiglu import swiglu
-from common.kernels.offsets import Offsets
 from common.pages import TAG_BYTES, PageLayout
+from engine.batch import MAX_RUN_TOKENS, StepBatch
+from engine.device_inputs import DeviceStep, InputBuffer, columns_of
+from engine.kernels import reference
+from engine.kernels.gpu.attention import attention
+from engine.kernels.gpu.checksum import checksums
+from engine.kernels.gpu.decode import Partials, decode_attention
+from engine.kernels.gpu.landing import land
+from engine.kernels.gpu.matmul import matmul
+from engine.kernels.gpu.norm import rms_norm
+from engine.kernels.gpu.quantise import quantise_rows
+from engine.kernels.gpu.sampling import sample_rows
+from engine.kernels.gpu.store import rotate_and_store
+from engine.kernels.gpu.swiglu import swiglu
+from engine.kernels.offsets import Offsets
+from engine.pools import PageArena
+from engine.sampler import SamplingRows, draw, uniform
 
 Outcome = Sequence[Tensor]
 Pages = tuple[Tensor, Tensor, PageLayout, Offsets, int]

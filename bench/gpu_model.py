@@ -17,13 +17,13 @@ from bench.gpu_steps import (
     mixed_batch,
     offsets_of,
 )
-from common.engine.batch import StepBatch
-from common.engine.cuda_graphs import Capture, CudaCapture
-from common.engine.graphed_model import GraphedModel
-from common.engine.pools import PageArena
-from common.engine.triton_model import TritonModel
-from common.engine.weights import Checkpoint
 from common.model_config import ModelConfig
+from engine.batch import StepBatch
+from engine.cuda_graphs import Capture, CudaCapture
+from engine.graphed_model import GraphedModel
+from engine.pools import PageArena
+from engine.triton_model import TritonModel
+from engine.weights import Checkpoint
 
 SMOKE_LAYERS, LAYERS = 1, 32
 STEPS = 12

@@ -6,10 +6,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from common.engine.batch import ITEM_FIELDS, MAX_RUN_TOKENS, RUN_FIELDS, StepBatch
-from common.engine.pools import PageArena
-from common.kernels.offsets import Offsets
 from common.pages import PageLayout, codec_named
+from engine.batch import ITEM_FIELDS, MAX_RUN_TOKENS, RUN_FIELDS, StepBatch
+from engine.kernels.offsets import Offsets
+from engine.pools import PageArena
 
 BLOCK_SIZE = 16
 

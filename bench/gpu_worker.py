@@ -11,17 +11,17 @@ from statistics import median
 import numpy as np
 
 from bench.gpu_model import Loaded
-from common.engine.backend import Backend
-from common.engine.grammar import GrammarTable
-from common.engine.launched import LaunchedStep
-from common.engine.pools import PageArena
-from common.engine.runner import ModelRunner
 from common.messages import GenerateRequest, pack_tokens
 from common.scheduling.block_hash import HashChain
 from common.scheduling.kv_cache import KvCache
 from common.scheduling.plan import StepPlan, StepResult
 from common.types import SamplingParams
 from decode_worker.scheduler import BatchScheduler
+from engine.backend import Backend
+from engine.grammar import GrammarTable
+from engine.launched import LaunchedStep
+from engine.pools import PageArena
+from engine.runner import ModelRunner
 
 ROOT = bytes(16)
 

@@ -23,7 +23,7 @@ from functools import cache, partial
 from statistics import mean
 
 from common.scheduling.step_time import StepShape, num_pairs
-from router.routing import LeastLoaded, Predicting, RoutingPolicy
+from router.fleet.routing import LeastLoaded, Predicting, RoutingPolicy
 from simulator.costs import BANDWIDTH_EFFICIENCY, COMPUTE_EFFICIENCY
 from simulator.deployment import Deployment, GpuSite
 from simulator.hardware import gpu_named, model_named

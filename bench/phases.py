@@ -17,10 +17,8 @@ import numpy as np
 import torch
 
 from bench.engine import PROMPT_TOKENS, Bench
+from commands.demo_model import NAME
 from common.config import DEFAULT_KV_CODEC, home
-from common.demo_model import NAME
-from common.engine.batch import make_batch
-from common.engine.runner import ModelRunner, load_runner
 from common.scheduling.plan import (
     LandingMove,
     OutputStart,
@@ -30,6 +28,8 @@ from common.scheduling.plan import (
     TagOrder,
 )
 from common.types import SamplingParams
+from engine.batch import make_batch
+from engine.runner import ModelRunner, load_runner
 
 REPEATS = 3
 BATCH = 16

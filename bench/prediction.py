@@ -18,14 +18,14 @@ from typing import Any
 
 from bench.load import Seen, random_prompt, run_load
 from bench.serving import Launched, serving
+from commands.demo_model import NAME
 from common.config import DEFAULT_KV_CODEC, home
-from common.demo_model import NAME
 from common.errors import ConfigError
 from common.model_config import ModelConfig
-from common.pool_size import landing_of, pool_of
 from common.scheduling.step_time import StepTimes
 from common.types import Role
-from router.routing import Predicting
+from engine.pool_size import landing_of, pool_of
+from router.fleet.routing import Predicting
 from simulator.costs import READ_LATENCY_S, FittedCosts
 from simulator.deployment import AUTO, Deployment, page_layout
 from simulator.fit import save

@@ -20,8 +20,8 @@ from pathlib import Path
 import httpx
 
 from bench.serving import free_port, wait_for
+from commands.demo_model import prepare
 from common.config import home
-from common.demo_model import prepare
 from common.messages import (
     Admitted,
     Cancel,

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from safetensors.torch import load_file, save_file
 
+from commands.demo_model import prepare
 from common.config import home
-from common.demo_model import prepare
 
 COPIED = (
     "tokenizer.json",

@@ -38,13 +38,13 @@ from rich.table import Table
 
 from bench.load import Seen, percentile, random_prompt, run_load
 from bench.serving import serving
+from commands.demo_model import NAME
 from common.config import DEFAULT_KV_CODEC, home
-from common.demo_model import NAME
 from common.model_config import ModelConfig
 from common.pages import PageLayout
-from common.pool_size import PoolSize, pool_of, pool_within
 from common.scheduling.kv_cache import KvCache
 from common.scheduling.plan import PageKind
+from engine.pool_size import PoolSize, pool_of, pool_within
 from simulator.costs import Roofline
 from simulator.deployment import AUTO, Deployment, page_layout, worker_setups
 from simulator.hardware import gpu_named, model_named

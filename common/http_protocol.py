@@ -3,8 +3,8 @@ headers, a connection that sends no request is closed, and there are only so man
 
 Headers are counted before they are kept: bytes reach the parser in pieces, and every byte that
 brings neither the end of a head nor a part of a body counts (names and values, the URL, chunk
-extensions, trailers, empty lines). The router's protocol (router/http_protocol.py) and the servers
-of metrics are made of this one.
+extensions, trailers, empty lines). The router's protocol (router/server/http_protocol.py) and the
+servers of metrics are made of this one.
 """
 
 import asyncio

@@ -105,12 +105,12 @@ def _size(num_bytes: int) -> str:
 
 
 HTTP = "common/http_protocol.py"
-BODIES = "router/bodies.py"
-JSON = "router/json_body.py"
-OPTIONS = "router/options.py"
-CALL = "router/generation.py"
-SCHEMA = "router/schema.py"
-COMPILER = "router/compiler.py"
+BODIES = "router/server/bodies.py"
+JSON = "router/reading/json_body.py"
+OPTIONS = "router/generation/options.py"
+CALL = "router/generation/generation.py"
+SCHEMA = "router/grammar/schema.py"
+COMPILER = "router/grammar/compiler.py"
 WORKER = "common/request_checks.py"
 
 LIMITS: tuple[tuple[str, tuple[Limit, ...]], ...] = (
@@ -146,13 +146,13 @@ LIMITS: tuple[tuple[str, tuple[Limit, ...]], ...] = (
                 "fields of a gRPC message, and numbers packed into one",
                 f"{_count(MAX_JSON_OBJECTS)}, {_count(MAX_JSON_VALUES)}",
                 "400",
-                "router/protobuf_bounds.py",
+                "router/reading/protobuf_bounds.py",
             ),
             Limit(
                 "inputs, outputs, parameters of a KServe call",
                 f"{_count(MAX_PARTS)} each",
                 "400",
-                "router/kserve.py",
+                "router/api/kserve/tensors.py",
             ),
             Limit("digits of an integer", _count(MAX_INTEGER_DIGITS), "400", JSON),
         ),
@@ -161,8 +161,8 @@ LIMITS: tuple[tuple[str, tuple[Limit, ...]], ...] = (
         "A call",
         (
             Limit("prompts x `n`", _count(MAX_OUTPUTS), "400", CALL),
-            Limit("messages", _count(MAX_MESSAGES), "400", "router/messages.py"),
-            Limit("tools", _count(MAX_TOOLS), "400", "router/tools.py"),
+            Limit("messages", _count(MAX_MESSAGES), "400", "router/text/chat_messages.py"),
+            Limit("tools", _count(MAX_TOOLS), "400", "router/text/tools.py"),
             Limit("log-probabilities of prompt tokens x `n`", _count(MAX_SCORES), "400", CALL),
             Limit(
                 "token ids in `logit_bias`, `stop_token_ids` and `bad_words`",
@@ -184,7 +184,7 @@ LIMITS: tuple[tuple[str, tuple[Limit, ...]], ...] = (
                 "characters, as written and as a grammar",
                 _count(MAX_GRAMMAR_CHARS),
                 "400",
-                "router/structured.py",
+                "router/grammar/structured.py",
             ),
             Limit("outputs x characters", _count(MAX_OUTPUTS_X_GRAMMAR_CHARS), "400", OPTIONS),
             Limit("choices, entries of `enum`", _count(MAX_CHOICES), "400", SCHEMA),
@@ -204,7 +204,7 @@ LIMITS: tuple[tuple[str, tuple[Limit, ...]], ...] = (
                 "`{n,m}` in a regular expression or a grammar",
                 _count(MAX_REGEX_REPEAT),
                 "400",
-                "router/regex_bounds.py",
+                "router/grammar/regex_bounds.py",
             ),
             Limit("schemas inside each other", _count(MAX_SCHEMA_DEPTH), "400", SCHEMA),
             Limit("processor time to compile it", f"{COMPILE_S:g} s", "400", COMPILER),
@@ -215,7 +215,7 @@ LIMITS: tuple[tuple[str, tuple[Limit, ...]], ...] = (
                 "compiled ones kept, in the router and in each worker",
                 _size(MAX_COMPILED_BYTES),
                 "the oldest goes",
-                "common/engine/grammar.py",
+                "engine/grammar.py",
             ),
             Limit(
                 "work for one mask",

@@ -5,7 +5,7 @@ the tag in its last 64. There are two kinds (`PageKind`): *packed* pages hold se
 codec's element type, *exact* pages hold block 0 and open tails in the codec's exact type. Payload
 is [num_layers, 2 (K, V), num_kv_heads, block_size, head_dim]; scales are, layer by layer, K's of
 all heads, then V's, each as `ScaleKind` says. A quantised block holds what is left of it after its
-offset (common/kernels/offsets.py) was subtracted.
+offset (engine/kernels/offsets.py) was subtracted.
 
 The tag is written last, after everything else, and erased first. Its final word is the checksum of
 the whole record.
@@ -30,7 +30,7 @@ TAG_BYTES: Final = 64
 TAG_MAGIC: Final = 0x544B5632  # "TKV2": a page of this record format, version 2
 NO_FINGERPRINT: Final = bytes(16)
 OFFSETS_FILE: Final = "kv_offsets.tandem"
-"""Beside a model's weights: the means of K and V that common/kernels/offsets.py speaks of, as
+"""Beside a model's weights: the means of K and V that engine/kernels/offsets.py speaks of, as
 safetensors. Not named so, since other servers take every *.safetensors there for weights.
 """
 
@@ -45,7 +45,7 @@ class ElementKind(IntEnum):
     BF16 = 1
     E3M4 = 2
     """Sign, three bits of exponent (bias 3), four of mantissa; up to 30. No infinities: 0x7F and
-    0xFF are NaN, as in e4m3. Its 256 values: `common.kernels.reference.e3m4_values`."""
+    0xFF are NaN, as in e4m3. Its 256 values: `engine.kernels.reference.e3m4_values`."""
     E4M3 = 3
     E5M2 = 4
     INT8 = 5

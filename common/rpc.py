@@ -1,9 +1,9 @@
 """Streams of messages between processes, over gRPC.
 
 Every internal call is a two-way stream of messages (common/messages.py). A `Stream` is one end of
-it; the one here runs over grpc.aio, simulator/memory_network.py has one inside a process. A stream
-that ends with a `TandemError` on one side raises the same error on the other; a lost peer raises
-`WorkerLost`. A server stops serving a stream by returning (clean end) or raising.
+it; the one here runs over grpc.aio, tests/fakes/memory_network.py has one inside a process. A
+stream that ends with a `TandemError` on one side raises the same error on the other; a lost peer
+raises `WorkerLost`. A server stops serving a stream by returning (clean end) or raising.
 
 Keepalive: pings every 2 s also without calls, answered within 5 s, so a silent peer is noticed
 within 7 s.

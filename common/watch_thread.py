@@ -1,5 +1,5 @@
-"""The watchdog's thread, and the device as it sees it. The thread asks the loop to answer, looks
-every half second, tells the loop what it finds, and ends the process when that does not pass.
+"""The watchdog's thread: it asks the loop to answer, looks every half second, tells the loop what
+it finds, and ends the process when that does not pass.
 """
 
 import asyncio
@@ -9,15 +9,12 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Self
 
 from common.clock import Clock
-from common.scheduling.plan import LandingMove, LandingResult, StepPlan, StepResult
-from common.types import BlockId
-from common.watchdog import LOOK_EVERY_S, Silence, StepBounds, Watchdog
-from common.worker import Device
+from common.watchdog import LOOK_EVERY_S, Silence, Watchdog
 
 log = logging.getLogger(__name__)
 
@@ -121,34 +118,3 @@ async def until_silent(silence: Silence, clock: Clock) -> None:
     """
     while not silence.is_too_long(clock.now()):  # noqa: ASYNC110
         await asyncio.sleep(LOOK_EVERY_S)
-
-
-class WatchedDevice:
-    """A worker's device; what it is handed is reported to the watchdog."""
-
-    def __init__(
-        self,
-        device: Device,
-        job: Callable[[float], contextlib.AbstractContextManager[None]],
-        bounds: StepBounds,
-    ) -> None:
-        self._device = device
-        self._job = job
-        self._bounds = bounds
-
-    async def execute(
-        self, plan: StepPlan, on_stored: Callable[[], None] | None = None
-    ) -> StepResult:
-        with self._job(self._bounds.of(plan)):
-            return await self._device.execute(plan, on_stored)
-
-    async def land(self, moves: Sequence[LandingMove]) -> LandingResult:
-        with self._job(self._bounds.of_test()):
-            return await self._device.land(moves)
-
-    async def prepare(self, grammar: str) -> None:
-        await self._device.prepare(grammar)  # not the device thread's: a step goes on beside it
-
-    async def self_test(self, block_ids: tuple[BlockId, ...], tail: BlockId) -> None:
-        with self._job(self._bounds.of_test()):
-            await self._device.self_test(block_ids, tail)

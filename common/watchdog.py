@@ -5,30 +5,18 @@ say something. Pure; time is an argument, looks come every `LOOK_EVERY_S`.
 
 Time in which nobody looked (a suspended machine, SIGSTOP, a starved thread) does not count. A job
 carries the bound within which something must end: steps one that follows the fitted times
-(`StepBounds`), loading and capturing at the start a generous one of their own. A process that is
-no good for `EXIT_AFTER_S` ends itself (common/watch_thread.py).
+(worker/watched_device.py), loading and capturing at the start a generous one of their own. A
+process that is no good for `EXIT_AFTER_S` ends itself (common/watch_thread.py).
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
-
-from common.scheduling.plan import StepPlan
-from common.scheduling.step_time import StepShape, StepTimes
-from common.worker import self_test_tokens
 
 LOOK_EVERY_S = 0.5
 LOOP_S = 5.0
 """A loop that answers nothing for so long hangs."""
 EXIT_AFTER_S = 30.0
-LEAST_BOUND_S = 5.0
-"""No step is said to hang before that."""
 START_BOUND_S = 1800.0
 """For reading weights, compiling, capturing graphs and testing, together."""
-
-_LATE, _LATE_UNFITTED = 5.0, 3.0
-"""Times longer than expected: by the fit, or by the self-test at the start."""
-_COMPILING_S = 60.0
-"""A GPU's first steps may compile kernels."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,35 +126,3 @@ class Silence:
         """Three times what was promised. To be asked every `LOOK_EVERY_S`."""
         self._heard_at += self._ticks.missed_s(now)
         return self.heartbeat_s > 0 and now - self._heard_at > 3 * self.heartbeat_s
-
-
-class StepBounds:
-    """When a step is too long under way. `self_test_s` is what a short prompt took at the start;
-    before steps are fitted, it says what they may take.
-    """
-
-    def __init__(
-        self,
-        times: Callable[[], StepTimes | None],
-        num_context_tokens: Callable[[], int],
-        *,
-        block_size: int,
-        self_test_s: float,
-        may_compile: bool,
-    ) -> None:
-        self._times = times
-        self._num_context_tokens = num_context_tokens
-        self._per_tokens = self_test_tokens(block_size)
-        self._self_test_s = self_test_s
-        self._least_unfitted_s = _COMPILING_S if may_compile else LEAST_BOUND_S
-
-    def of(self, plan: StepPlan) -> float:
-        times = self._times()
-        if times is None:
-            num_parts = -(-plan.num_tokens // self._per_tokens)
-            return max(self._least_unfitted_s, _LATE_UNFITTED * self._self_test_s * num_parts)
-        shape = StepShape.of(plan, self._num_context_tokens())
-        return max(LEAST_BOUND_S, _LATE * times.step_s(shape))
-
-    def of_test(self) -> float:
-        return max(LEAST_BOUND_S, _LATE * self._self_test_s)

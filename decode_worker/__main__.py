@@ -7,17 +7,17 @@ import logging
 from anyio.abc import TaskGroup
 
 from common.config import WorkerConfig
+from common.device import Device
 from common.internal_tls import InternalTls
 from common.rpc import connect
 from common.scheduling.plan import PageKind
-from common.worker import Device
-from common.worker_main import Assembly, Parts, run_worker, watched
 from decode_worker.links import Links
 from decode_worker.peers import AllowedPeers
 from decode_worker.pull import Puller
 from decode_worker.scheduler import BatchScheduler
 from decode_worker.service import DecodeService
 from kvtransfer.landing import LandingZone
+from worker.main import Assembly, Parts, run_worker, watched
 
 log = logging.getLogger(__name__)
 

@@ -19,11 +19,11 @@ from common.pages import OFFSETS_FILE
 from common.rpc import Connect, Peer
 from common.scheduling.plan import PageKind
 from common.shared_params import SharedKeys
-from common.worker import Identity
-from common.worker_metrics import WorkerMetrics
 from decode_worker.peers import AllowedPeers
 from kvtransfer.landing import LandingZone
 from kvtransfer.transport import PageRead, ReadEnd, Transport
+from worker.metrics import WorkerMetrics
+from worker.watch import Identity
 
 log = logging.getLogger(__name__)
 

@@ -16,6 +16,7 @@ import anyio
 from anyio.abc import TaskGroup
 
 from common.clock import Clock
+from common.device import Device
 from common.errors import MalformedMessage, PrefillLost, TandemError, WorkerLost
 from common.events import EventLog
 from common.messages import (
@@ -32,8 +33,6 @@ from common.scheduling.plan import PageKind
 from common.shared_params import LargeParams, is_large, without_large
 from common.watch_thread import until_silent
 from common.watchdog import Silence
-from common.worker import Device
-from common.worker_metrics import WorkerMetrics
 from decode_worker.entries import Entry, Facts, State
 from decode_worker.links import Link, Links
 from decode_worker.scheduler import BatchScheduler
@@ -57,6 +56,7 @@ from kvtransfer.destination import (
 )
 from kvtransfer.landing import LandingZone
 from kvtransfer.transport import Transport
+from worker.metrics import WorkerMetrics
 
 log = logging.getLogger(__name__)
 

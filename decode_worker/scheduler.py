@@ -36,7 +36,6 @@ from common.errors import DeadlineExceeded, Preempted
 from common.messages import GenerateRequest
 from common.scheduling.block_hash import HashChain
 from common.scheduling.chunk_budget import quiet_step_s
-from common.scheduling.finish import finish_reason
 from common.scheduling.kv_cache import BlockTable, KvCache
 from common.scheduling.plan import OutputStart, PageKind, StepPlan, StepResult
 from common.scheduling.prompt_queue import Prompt, PromptQueue, shareable
@@ -51,6 +50,7 @@ from common.types import (
 )
 from decode_worker.chunk_limit import ChunkLimit
 from decode_worker.entries import Admission, Entry, Facts, Output, State
+from decode_worker.finish import finish_reason
 from decode_worker.form_turns import FormTurns
 from decode_worker.waiting import WaitingRequests
 

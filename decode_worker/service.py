@@ -23,6 +23,7 @@ from anyio.abc import TaskGroup
 from numpy.typing import NDArray
 
 from common.clock import Clock
+from common.device import Device
 from common.errors import (
     DecodeLost,
     Draining,
@@ -51,17 +52,17 @@ from common.messages import (
 )
 from common.request_checks import checked_tokens
 from common.rpc import Handler, Stream
-from common.scheduling.block_hash import HashChain
+from common.scheduling.block_hash import HashChain, HashRoots
 from common.scheduling.kv_cache import KvCache
 from common.scheduling.plan import StepPlan, StepResult
-from common.self_check import SelfCheck
 from common.types import RequestId
-from common.worker import Device, HashRoots, Identity, Load, WatchService
-from common.worker_metrics import WorkerMetrics
 from decode_worker.arrivals import Arrivals
 from decode_worker.entries import Facts
 from decode_worker.pull import Puller
 from decode_worker.scheduler import MAX_IN_FLIGHT, BatchScheduler
+from worker.metrics import WorkerMetrics
+from worker.self_check import SelfCheck
+from worker.watch import Identity, Load, WatchService
 
 log = logging.getLogger(__name__)
 

@@ -3,10 +3,10 @@
 from anyio.abc import TaskGroup
 
 from common.config import WorkerConfig
-from common.worker_main import Assembly, Parts, run_worker, watched
 from kvtransfer.nixl_transport import NixlTransport
 from prefill_worker.scheduler import PrefillScheduler
 from prefill_worker.service import PrefillService
+from worker.main import Assembly, Parts, run_worker, watched
 
 
 def run(config: WorkerConfig) -> int:

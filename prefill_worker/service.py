@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.clock import Clock
+from common.device import Device
 from common.errors import (
     Draining,
     MalformedMessage,
@@ -39,15 +40,12 @@ from common.messages import (
 )
 from common.request_checks import checked_tokens
 from common.rpc import Handler, Stream
-from common.scheduling.block_hash import HashChain
+from common.scheduling.block_hash import HashChain, HashRoots
 from common.scheduling.kv_cache import KvCache
 from common.scheduling.plan import StepPlan
 from common.scheduling.prompt_queue import Prompt, shareable
-from common.self_check import SelfCheck
 from common.shared_params import joined
 from common.types import OutputKey
-from common.worker import HEARTBEAT_S, Device, HashRoots, Identity, Load, WatchService
-from common.worker_metrics import WorkerMetrics
 from kvtransfer.source import (
     AbortPrompt,
     Action,
@@ -67,6 +65,9 @@ from kvtransfer.transport import Transport
 from prefill_worker.scheduler import ChunkComputed, PrefillScheduler, PromptComputed, PromptFailed
 from prefill_worker.scheduler import Fact as SchedulerFact
 from prefill_worker.wanted_params import WantedParams
+from worker.metrics import WorkerMetrics
+from worker.self_check import SelfCheck
+from worker.watch import HEARTBEAT_S, Identity, Load, WatchService
 
 log = logging.getLogger(__name__)
 

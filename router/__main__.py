@@ -10,8 +10,8 @@ import anyio.lowlevel
 from common.config import RouterConfig
 from common.errors import ConfigError, UnsupportedModel
 from common.internal_tls import InternalTls
+from common.process import until_signal
 from common.rpc import connect
-from common.worker import until_signal
 from router.wiring import open_router
 
 log = logging.getLogger(__name__)

@@ -24,22 +24,22 @@ from common.metrics_server import MetricsServer, serve_metrics
 from common.model_config import ModelConfig
 from common.rpc import Connect, connect
 from common.watch_thread import WatchThread
-from router.admission import Admission
-from router.chat_template import ChatTemplate
-from router.compiler import CompileChild, GrammarCompiler
-from router.discovery import Discovery
-from router.dispatch import Dispatcher
-from router.fleet import Fleet
-from router.generation import TextService
-from router.grpc_front import GrpcFront, open_grpc
-from router.http_app import HttpServer, make_app, make_server
-from router.interleave import Interleave
-from router.keys import KeyRing, read_priorities
-from router.metrics import RouterMetrics
-from router.parts import guessed_tool_parser
-from router.routing import Predicting
-from router.sampling_defaults import NEUTRAL, SamplingDefaults
-from router.tokenizer import Tokenizer, load_tokenizer
+from router.admission.admission import Admission
+from router.admission.keys import KeyRing, read_priorities
+from router.api.app import HttpServer, make_app, make_server
+from router.api.grpc_front import GrpcFront, open_grpc
+from router.fleet.discovery import Discovery
+from router.fleet.dispatch import Dispatcher
+from router.fleet.fleet import Fleet
+from router.fleet.interleave import Interleave
+from router.fleet.metrics import RouterMetrics
+from router.fleet.routing import Predicting
+from router.generation.generation import TextService
+from router.generation.sampling_defaults import NEUTRAL, SamplingDefaults
+from router.grammar.compiler import CompileChild, GrammarCompiler
+from router.text.chat_template import ChatTemplate
+from router.text.parts import guessed_tool_parser
+from router.text.tokenizer import Tokenizer, load_tokenizer
 
 log = logging.getLogger(__name__)
 

@@ -120,7 +120,7 @@ def kernel_fingerprint() -> str:
 
 def compile_kernels() -> None:
     """The compiled code goes to numba's cache, where every worker finds it."""
-    command = [str(PYTHON), "-c", "import common.kernels.cpu.forward, common.kernels.cpu.landing"]
+    command = [str(PYTHON), "-c", "import engine.kernels.cpu.forward, engine.kernels.cpu.landing"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         lines = done.stderr.strip().splitlines()[-3:]

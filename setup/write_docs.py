@@ -16,11 +16,11 @@ from prometheus_client.registry import Collector
 
 from common import limits
 from common.config import COMMANDS, flag, option_fields, option_type
-from common.worker_metrics import WorkerMetrics
-from router import protocols
-from router.admission import Admission
-from router.fleet import Fleet
-from router.metrics import RouterMetrics
+from router.admission.admission import Admission
+from router.fleet.fleet import Fleet
+from router.fleet.metrics import RouterMetrics
+from router.reading import protocols
+from worker.metrics import WorkerMetrics
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 MADE = "<!-- made by `make docs`; do not edit -->"

@@ -25,11 +25,10 @@ from common.messages import (
     TokenBatch,
     unpack_tokens,
 )
-from common.scheduling.block_hash import HashChain
+from common.scheduling.block_hash import HashChain, HashRoots
 from common.scheduling.plan import PageKind
 from common.scheduling.step_time import StepShape, StepTimes
 from common.types import FinishReason, OutputKey, RequestId, Role, output_key
-from common.worker import HashRoots, Load
 from decode_worker.chunk_limit import ChunkLimit
 from decode_worker.entries import Entry, Facts, Output, State
 from decode_worker.pull import HANDOFF_WEIGHT, expected_pages
@@ -54,6 +53,7 @@ from simulator.events import EventQueue
 from simulator.host import LATENCY_S, MODEL_FINGERPRINT, Host, WorkerSetup, sampled
 from simulator.prefill_host import PrefillHost
 from simulator.records import Gaps, Record
+from worker.watch import Load
 
 MAX_STRETCH = 64
 """Steps advanced at once; a message in between makes the rest of them worthless."""

@@ -12,11 +12,11 @@ from common.config import DEFAULT_KV_CODEC, MAX_AUTO_CHUNK
 from common.errors import ConfigError
 from common.model_config import ModelConfig
 from common.pages import PageLayout, codec_named
-from common.pool_size import ACTIVATION_SHARE, PoolSize, landing_of, pool_of, pool_within
 from common.scheduling.kv_cache import KvCache
 from common.scheduling.plan import PageKind
 from common.scheduling.step_time import StepTimes
 from common.types import Role
+from engine.pool_size import ACTIVATION_SHARE, PoolSize, landing_of, pool_of, pool_within
 from simulator.costs import CostModel, FittedCosts, Roofline
 from simulator.fit import linear_of
 from simulator.hardware import Gpu

@@ -14,10 +14,10 @@ from common.scheduling.kv_cache import KvCache
 from common.scheduling.plan import PageKind, StepPlan, StepResult
 from common.scheduling.step_time import StepTimes
 from common.types import Role
-from common.worker import Identity, Load, WatchService
 from simulator.costs import CostModel
 from simulator.events import EventQueue
 from simulator.records import WorkerRecord
+from worker.watch import Identity, Load, WatchService
 
 LATENCY_S: Final = 300e-6
 """Of every message between two processes."""

@@ -12,7 +12,6 @@ from common.scheduling.block_hash import HashChain
 from common.scheduling.prompt_queue import Prompt, shareable
 from common.scheduling.step_time import StepShape
 from common.types import OutputKey
-from common.worker import Load
 from kvtransfer.source import (
     AbortPrompt,
     Action,
@@ -30,6 +29,7 @@ from prefill_worker.scheduler import ChunkComputed, PrefillScheduler, PromptComp
 from prefill_worker.scheduler import Fact as SchedulerFact
 from simulator.events import EventQueue
 from simulator.host import Host, WorkerSetup, sampled
+from worker.watch import Load
 
 if TYPE_CHECKING:
     from simulator.decode_host import Pull

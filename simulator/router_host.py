@@ -19,20 +19,20 @@ from common.messages import (
     pack_tokens,
 )
 from common.types import SamplingParams
-from common.worker import WATCH_INTERVAL_S
-from router.dispatch import Dispatcher
-from router.fleet import Fleet
-from router.interleave import Interleave
-from router.journey import Event, Inbox, Journey
-from router.metrics import RouteTally
-from router.routing import RoutingPolicy
-from router.session import Session
+from router.fleet.dispatch import Dispatcher
+from router.fleet.fleet import Fleet
+from router.fleet.interleave import Interleave
+from router.fleet.journey import Event, Inbox, Journey
+from router.fleet.metrics import RouteTally
+from router.fleet.routing import RoutingPolicy
+from router.fleet.session import Session
 from simulator.decode_host import DecodeHost
 from simulator.events import EventQueue, QueueClock
 from simulator.host import LATENCY_S, Host
 from simulator.prefill_host import PrefillHost
 from simulator.records import Record
 from simulator.workload import SimulatedRequest
+from worker.watch import WATCH_INTERVAL_S
 
 
 class Line(Session):

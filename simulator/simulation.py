@@ -9,7 +9,7 @@ how long a step and a transfer take comes from the workers' cost models.
 from collections.abc import Callable, Sequence
 
 from common.types import RequestId, Role
-from router.routing import Predicting, RoutingPolicy
+from router.fleet.routing import Predicting, RoutingPolicy
 from simulator.decode_host import DecodeHost
 from simulator.events import EventQueue
 from simulator.host import Host, WorkerSetup

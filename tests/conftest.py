@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from common import demo_model as demo
+from commands import demo_model as demo
 from common.config import home
 
 os.environ.setdefault("TRITON_INTERPRET", "1")  # read when Triton is first imported

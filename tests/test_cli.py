@@ -14,18 +14,19 @@ from pathlib import Path
 
 import pytest
 
+from commands.restarts import Restarts
+from commands.serve import ChildPlan, check_free, free_ports, in_words, plan_children, worker_ports
 from common.config import ServeConfig, available_cores, command_line_parser
 from common.errors import ConfigError
-from common.launcher import ChildPlan, check_free, free_ports, in_words, plan_children, worker_ports
-from common.restarts import Restarts
 
 ROOT = Path(__file__).resolve().parent.parent
 FAKE = ROOT / "tests" / "fake_process.py"
 SERVE_FAKES = """
 import sys
-from common import config, launcher
+from common import config
+from commands import serve as launcher
 command = config.parse(sys.argv[2:])
-sys.exit(launcher.serve(command.config, command.config_file, (sys.executable, sys.argv[1])))
+sys.exit(launcher.run(command.config, command.config_file, (sys.executable, sys.argv[1])))
 """
 DEADLINE_S = 30.0
 

@@ -15,8 +15,8 @@ from gguf import GGMLQuantizationType, GGUFWriter
 from safetensors.numpy import load_file
 from tokenizers import Tokenizer
 
-from common import demo_model as demo
-from common.demo_model import DemoModelFailed, convert, is_complete, prepare, write_manifest
+from commands import demo_model as demo
+from commands.demo_model import DemoModelFailed, convert, is_complete, prepare, write_manifest
 
 HEADS, KV_HEADS, HEAD_DIM, HIDDEN, VOCABULARY = 2, 1, 4, 8, 6
 TOKENS = ["<pad>", "<s>", "</s>", "a", "b", "ab"]
@@ -214,7 +214,7 @@ def test_t20_a_full_disk_is_one_clear_line(gguf: Path, tmp_path: Path) -> None:
     code = """
 import resource, sys
 from pathlib import Path
-from common import demo_model as demo
+from commands import demo_model as demo
 def make(scratch, report):
     (scratch / "converted").mkdir()
     resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[3]), resource.RLIM_INFINITY))

@@ -21,20 +21,33 @@ DISTRIBUTIONS = {
 }
 """Where an import is named unlike its distribution."""
 
-PRODUCT = ("common", "kvtransfer", "prefill_worker", "decode_worker", "router")
+PRODUCT = (
+    "commands",
+    "common",
+    "engine",
+    "kvtransfer",
+    "worker",
+    "prefill_worker",
+    "decode_worker",
+    "router",
+)
 OURS = {*PRODUCT, "simulator", "bench", "tandem"}
 MAY_IMPORT = {
     "common": {"common"},
+    "engine": {"common", "engine"},
     "kvtransfer": {"common", "kvtransfer"},
-    "prefill_worker": {"common", "kvtransfer", "prefill_worker"},
-    "decode_worker": {"common", "kvtransfer", "decode_worker"},
+    "worker": {"common", "engine", "worker"},
+    "prefill_worker": {"common", "kvtransfer", "worker", "prefill_worker"},
+    "decode_worker": {"common", "kvtransfer", "worker", "decode_worker"},
     "router": {"common", "router"},
+    "simulator": {*PRODUCT, "simulator"} - {"commands"},
+    "commands": {*PRODUCT, "simulator"},
 }
 """Folders that are not named may import everything."""
 
 LIVES_IN = {
-    "torch": ("common/engine/", "common/kernels/", "kvtransfer/nixl_transport.py"),
-    "triton": ("common/kernels/",),
+    "torch": ("engine/", "kvtransfer/nixl_transport.py"),
+    "triton": ("engine/kernels/",),
     "nixl": ("kvtransfer/nixl_transport.py",),
     "nixl_cu12": ("kvtransfer/nixl_transport.py",),
     "nixl_cu13": ("kvtransfer/nixl_transport.py",),
@@ -136,6 +149,5 @@ def test_every_option_is_read_somewhere() -> None:
         if isinstance(node, ast.Attribute)
     }
     options = {entry.name for kind, _ in COMMANDS.values() for entry in fields(kind)}
-    # `verify` is taken out by a match in tandem.py, and `insecure_internal` permits what the
-    # checks in config.py otherwise refuse
-    assert options - read == {"verify", "insecure_internal"}
+    # `insecure_internal` permits what the checks in config.py otherwise refuse
+    assert options - read == {"insecure_internal"}

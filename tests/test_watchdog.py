@@ -14,14 +14,13 @@ from common.types import Role
 from common.watch_thread import WatchThread
 from common.watchdog import (
     EXIT_AFTER_S,
-    LEAST_BOUND_S,
     LOOK_EVERY_S,
     LOOP_S,
     Silence,
-    StepBounds,
     Verdict,
     Watchdog,
 )
+from worker.watched_device import LEAST_BOUND_S, StepBounds
 
 
 class Watched:

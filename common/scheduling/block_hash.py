@@ -73,3 +73,14 @@ def block_hashes(root: bytes, block_size: int, token_ids: bytes) -> Iterator[byt
     for start in range(0, len(token_ids) - size + 1, size):
         parent = _link(parent, token_ids[start : start + size])
         yield parent
+
+
+class HashRoots:
+    """Parents of first blocks, by tenant's salt."""
+
+    def __init__(self, model_fingerprint: bytes, block_size: int) -> None:
+        self._model_fingerprint = model_fingerprint
+        self._block_size = block_size
+
+    def root(self, salt: str) -> bytes:
+        return root_hash(self._model_fingerprint, self._block_size, salt)

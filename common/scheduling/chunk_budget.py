@@ -5,10 +5,10 @@
     budget     = prompt tokens, from position 0 on, that the room has time for: a multiple of the
                  block size, at least one block, at most the worker's maximum
 
-A router that was given a target sends budgets (`router/interleave.py`). Without a target the worker
-calls the same function, and how many prompts wait decides (`itl_target_s`). `ChunkRoom` deals the
-budget out to the prompts of one step. Nothing decodes: no limit but the maximum. All pure; times in
-seconds.
+A router that was given a target sends budgets (`router/fleet/interleave.py`). Without a target the
+worker calls the same function, and how many prompts wait decides (`itl_target_s`). `ChunkRoom`
+deals the budget out to the prompts of one step. Nothing decodes: no limit but the maximum. All
+pure; times in seconds.
 """
 
 import math

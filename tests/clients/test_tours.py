@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from bench.serving import Launched, free_port, serving
+from commands.demo_model import prepare
 from common.config import home
-from common.demo_model import prepare
 from tests.router.fake_worker import FakeWorker
 from tests.router.stack import Stack
 

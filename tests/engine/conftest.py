@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 
-from common.engine.runner import ModelRunner, load_runner
+from engine.runner import ModelRunner, load_runner
 from tests.engine.tiny_models import TinyModel, make_tiny_model
 
 MakeRunner = Callable[..., ModelRunner]

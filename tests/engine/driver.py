@@ -16,8 +16,6 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from common.engine.backend import Backend
-from common.engine.runner import ModelRunner
 from common.scheduling.plan import (
     OutputStart,
     PageKind,
@@ -27,6 +25,8 @@ from common.scheduling.plan import (
     TagOrder,
 )
 from common.types import SamplingParams
+from engine.backend import Backend
+from engine.runner import ModelRunner
 
 
 class LogitsTap:

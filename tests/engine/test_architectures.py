@@ -9,10 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from common.engine.runner import load_runner
-from common.engine.weights import Checkpoint, model_fingerprint
 from common.errors import UnsupportedModel
 from common.model_config import ModelConfig
+from engine.runner import load_runner
+from engine.weights import Checkpoint, model_fingerprint
 from tests.engine.conftest import make_runner
 from tests.engine.driver import Driver
 from tests.engine.tiny_models import TinyModel, give_offsets, make_tiny_model

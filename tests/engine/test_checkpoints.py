@@ -11,9 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from common.engine.runner import load_runner
-from common.engine.weights import INDEX, SINGLE, Checkpoint
 from common.errors import UnsupportedModel
+from engine.runner import load_runner
+from engine.weights import INDEX, SINGLE, Checkpoint
 from tests.engine.test_architectures import assert_same_logits
 from tests.engine.tiny_models import TinyModel, make_tiny_model
 

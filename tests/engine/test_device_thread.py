@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from common.engine.device_thread import DeviceThread
+from engine.device_thread import DeviceThread
 
 
 def test_jobs_run_in_order_on_one_thread() -> None:

@@ -9,9 +9,9 @@ import torch
 from llguidance import LLMatcher
 from tokenizers import Tokenizer
 
-from common.engine.grammar import CompiledCache, GrammarTable, TokenMasks
-from common.engine.sampler import Biases, Extras, SamplingRows, sample, score
 from common.types import SamplingParams
+from engine.grammar import CompiledCache, GrammarTable, TokenMasks
+from engine.sampler import Biases, Extras, SamplingRows, sample, score
 
 VOCAB = 49152
 EOS = 2

@@ -12,17 +12,17 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 
 from common.config import WorkerConfig
-from common.engine.backend import StepLimits, load_gpu
-from common.engine.int8_weights import int8_panels, int8_values
-from common.engine.offsets import open_offsets
 from common.errors import ConfigError, UnsupportedModel
-from common.kernels.cpu.int8_weights import GROUP
-from common.pool_size import PoolSize
-from common.worker_main import layout_text
+from engine.backend import StepLimits, load_gpu
+from engine.int8_weights import int8_panels, int8_values
+from engine.kernels.cpu.int8_weights import GROUP
+from engine.offsets import open_offsets
+from engine.pool_size import PoolSize
 from tests.engine.conftest import MakeRunner, make_runner
 from tests.engine.driver import Driver
 from tests.engine.test_same_bits import Outcome, in_batch, prompt_of
 from tests.engine.tiny_models import TinyModel, make_tiny_model
+from worker.main import layout_text
 
 SIZES: dict[str, Any] = {"hidden_size": 80, "intermediate_size": 624}
 """A group of half the size at the end of a row, and rows of several slices."""

@@ -7,14 +7,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from common.engine.backend import check_fp8
-from common.engine.linear import Fp8Linear, PlainLinear, make_linear
-from common.engine.offsets import open_offsets
-from common.engine.triton_model import TritonModel
-from common.engine.weights import Checkpoint
 from common.errors import ConfigError
-from common.kernels import reference
-from common.kernels.gpu.quantise import quantise_rows
+from engine.backend import check_fp8
+from engine.kernels import reference
+from engine.kernels.gpu.quantise import quantise_rows
+from engine.linear import Fp8Linear, PlainLinear, make_linear
+from engine.offsets import open_offsets
+from engine.triton_model import TritonModel
+from engine.weights import Checkpoint
 from tests.engine.conftest import MakeRunner, make_runner
 from tests.engine.driver import Driver
 from tests.engine.tiny_models import make_tiny_model

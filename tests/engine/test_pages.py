@@ -6,9 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.engine.pools import PageArena
 from common.errors import ConfigError
-from common.kernels import reference
 from common.pages import (
     CODECS,
     TAG_BYTES,
@@ -20,6 +18,8 @@ from common.pages import (
     tag_mismatch,
 )
 from common.scheduling.plan import PageKind
+from engine.kernels import reference
+from engine.pools import PageArena
 
 U64 = st.integers(0, 2**64 - 1)
 LAYOUTS = st.builds(

@@ -15,17 +15,18 @@ import numpy as np
 import pytest
 import torch
 
+from commands import calibrate, quality
 from common.config import CalibrateConfig, QualityConfig
-from common.engine import calibrate, compare, quality, tasks
-from common.engine.compare import Candidate, Engines, Interval, Quality
-from common.engine.cpu_model import CpuWeights
-from common.engine.offsets import load_means, means_hash, open_offsets, save_means
-from common.engine.rope import rope_tables
-from common.engine.runner import load_runner
-from common.engine.tasks import Accuracy, accuracy_of, read_tasks
 from common.errors import ConfigError, UnsupportedModel
 from common.model_config import ModelConfig
 from common.pages import NO_FINGERPRINT, OFFSETS_FILE
+from engine import calibration, compare, tasks
+from engine.compare import Candidate, Engines, Interval, Quality
+from engine.cpu_model import CpuWeights
+from engine.offsets import load_means, means_hash, open_offsets, save_means
+from engine.rope import rope_tables
+from engine.runner import load_runner
+from engine.tasks import Accuracy, accuracy_of, read_tasks
 from tests.engine.conftest import make_runner
 from tests.engine.driver import Driver
 from tests.engine.tiny_models import TinyModel, give_offsets, make_tiny_model
@@ -189,7 +190,7 @@ def test_means_are_those_of_k_before_rotary_and_of_v(tmp_path: Path, head_dim: i
     model = make_tiny_model(tmp_path, "llama", head_dim=head_dim)
     window = np.random.default_rng(1).integers(0, 331, (1, 96)).astype(np.int32)
     runner = make_runner(tmp_path, codec="fp32")
-    found = calibrate.measure(runner, window)
+    found = calibration.measure(runner, window)
     layers = model.reference.model.layers
     seen: dict[tuple[int, int], torch.Tensor] = {}
     for index, layer in enumerate(layers):
@@ -263,7 +264,7 @@ def test_offsets_bring_a_biased_model_closer_to_fp32(tmp_path: Path) -> None:
     exact, without = logits("fp32"), logits("fp8_e3m4")
     runner = make_runner(tmp_path, codec="fp32")
     windows = np.random.default_rng(3).integers(0, 331, (4, 256)).astype(np.int32)
-    save_means(tmp_path, calibrate.measure(runner, windows), {})
+    save_means(tmp_path, calibration.measure(runner, windows), {})
     with_offsets = logits("fp8_e3m4")
     assert np.abs(with_offsets - exact).mean() < np.abs(without - exact).mean()
 

@@ -8,9 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from common.engine.grammar import GrammarTable
-from common.engine.rope import rope_tables
-from common.engine.runner import ModelRunner, Runner, load_runner
 from common.errors import ConfigError
 from common.pages import PageTag, checksum
 from common.scheduling.plan import (
@@ -22,6 +19,9 @@ from common.scheduling.plan import (
     TagOrder,
 )
 from common.types import OutputKey, SamplingParams, output_seed
+from engine.grammar import GrammarTable
+from engine.rope import rope_tables
+from engine.runner import ModelRunner, Runner, load_runner
 from tests.engine.conftest import MakeRunner
 from tests.engine.driver import Driver
 from tests.engine.tiny_models import make_tiny_model

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from common.engine.sampler import Extras, Sampled, SamplingRows, sample, uniform
 from common.types import SamplingParams
+from engine.sampler import Extras, Sampled, SamplingRows, sample, uniform
 
 VOCAB = 200
 

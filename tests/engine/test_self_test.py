@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from common.engine.runner import ModelRunner, load_runner
 from common.errors import InternalError, UnsupportedModel
+from engine.runner import ModelRunner, load_runner
 from tests.engine.tiny_models import make_tiny_model
 
 

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 import transformers
 
-from common.engine.offsets import means_shape, save_means
 from common.model_config import ModelConfig
+from engine.offsets import means_shape, save_means
 
 CONFIGS: dict[str, tuple[Any, Any]] = {
     "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),

@@ -17,6 +17,7 @@ import anyio
 import numpy as np
 from anyio.abc import TaskGroup
 
+from common.device import LoopCall
 from common.errors import InternalError, TandemError
 from common.events import EventLog
 from common.messages import (
@@ -37,10 +38,7 @@ from common.scheduling.kv_cache import KvCache
 from common.scheduling.plan import LandingMove, LandingResult, PageKind, StepPlan, StepResult
 from common.scheduling.step_time import StepShape, StepTimes
 from common.types import FinishReason, PromptLogprobs, Role, SamplingParams, TokenLogprobs
-from common.watch_thread import WatchedDevice
-from common.watchdog import LOOK_EVERY_S, StepBounds, Watchdog
-from common.worker import Identity, LoopCall
-from common.worker_metrics import WorkerMetrics
+from common.watchdog import LOOK_EVERY_S, Watchdog
 from decode_worker.links import Links
 from decode_worker.pull import Puller
 from decode_worker.scheduler import BatchScheduler
@@ -49,9 +47,12 @@ from kvtransfer.landing import LandingZone
 from kvtransfer.memory_transport import MemoryFabric, MemoryTransport
 from prefill_worker.scheduler import PrefillScheduler
 from prefill_worker.service import PrefillService
-from simulator.memory_network import MemoryNetwork
-from simulator.virtual_time import LoopClock
 from tests.fakes.hash_model import LAYOUT_FINGERPRINT, VOCAB_SIZE, HashRunner
+from tests.fakes.memory_network import MemoryNetwork
+from tests.fakes.virtual_time import LoopClock
+from worker.metrics import WorkerMetrics
+from worker.watch import Identity
+from worker.watched_device import StepBounds, WatchedDevice
 
 STEP_S = 0.02
 MODEL_FINGERPRINT = b"hash-model"

@@ -14,7 +14,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.pages import TAG_BYTES, PageTag, checksum, tag_mismatch
-from common.scheduling.finish import finish_reason
 from common.scheduling.plan import (
     LandingMove,
     LandingResult,
@@ -26,6 +25,7 @@ from common.scheduling.plan import (
     TagOrder,
 )
 from common.types import OutputKey, SamplingParams, output_seed
+from decode_worker.finish import finish_reason
 
 VOCAB_SIZE = 1000
 LAYOUT_FINGERPRINT = b"hash-model------"
@@ -79,7 +79,7 @@ class _Output:
 
 
 class HashRunner:
-    """Executes plans as the engine does (common/engine/runner.py)."""
+    """Executes plans as the engine does (engine/runner.py)."""
 
     def __init__(
         self,

@@ -16,14 +16,14 @@ import anyio
 
 from common.messages import GenerateRequest, pack_tokens
 from common.types import SamplingParams
-from router.discovery import Discovery
-from router.dispatch import Dispatcher
-from router.fleet import Fleet as RouterFleet
-from router.journey import Inbox, Journey
-from router.metrics import RouteTally
-from router.routing import Predicting, RoutingPolicy
-from simulator.virtual_time import LoopClock
+from router.fleet.discovery import Discovery
+from router.fleet.dispatch import Dispatcher
+from router.fleet.fleet import Fleet as RouterFleet
+from router.fleet.journey import Inbox, Journey
+from router.fleet.metrics import RouteTally
+from router.fleet.routing import Predicting, RoutingPolicy
 from tests.fakes.fleet import Fleet
+from tests.fakes.virtual_time import LoopClock
 
 SETTLE_S = 0.3
 """After this long at rest, everything workers have to tell is known."""

@@ -25,14 +25,14 @@ from common.messages import GenerateRequest, pack_tokens
 from common.rpc import Stream
 from common.scheduling.plan import PageKind
 from common.types import FinishReason, Role, SamplingParams
-from router.discovery import Discovery
-from router.dispatch import Dispatcher
-from router.fleet import Fleet as RouterFleet
-from router.journey import Inbox, Journey
-from router.routing import LeastLoaded, RoutingPolicy
-from simulator.virtual_time import LoopClock, VirtualTimeLoop
+from router.fleet.discovery import Discovery
+from router.fleet.dispatch import Dispatcher
+from router.fleet.fleet import Fleet as RouterFleet
+from router.fleet.journey import Inbox, Journey
+from router.fleet.routing import LeastLoaded, RoutingPolicy
 from tests.fakes.fleet import STEP_S, Fleet, Worker, fleet, flip_a_byte, make_stale
 from tests.fakes.hash_model import expected_tokens
+from tests.fakes.virtual_time import LoopClock, VirtualTimeLoop
 
 CHUNK_TOKENS = 64
 PROMPT = list(range(100, 100 + 4 * CHUNK_TOKENS + 9))

@@ -19,7 +19,7 @@ import atheris
 with atheris.instrument_imports():
     from common import messages, wire
     from common.errors import InvalidRequest, MalformedMessage
-    from router.json_body import parse_json_object
+    from router.reading.json_body import parse_json_object
 
 SMALLEST: dict[Any, Any] = {str: "", bytes: b"", int: 0, float: 0.0, bool: False}
 

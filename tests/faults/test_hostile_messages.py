@@ -24,9 +24,9 @@ from common.messages import (
 from common.request_checks import checked_tokens
 from common.types import SamplingParams
 from common.wire import _registry, decode, encode
-from simulator.virtual_time import VirtualTimeLoop
 from tests.fakes.fleet import Fleet, fleet
 from tests.fakes.hash_model import VOCAB_SIZE, expected_tokens
+from tests.fakes.virtual_time import VirtualTimeLoop
 
 assert messages  # registers every message
 

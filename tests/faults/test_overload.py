@@ -8,10 +8,10 @@ from typing import Any
 
 from common.errors import TandemError
 from common.types import Role, SamplingParams
-from router.journey import Inbox
-from simulator.virtual_time import VirtualTimeLoop
+from router.fleet.journey import Inbox
 from tests.fakes.fleet import STEP_S, fleet
 from tests.fakes.hash_model import expected_tokens
+from tests.fakes.virtual_time import VirtualTimeLoop
 from tests.faults.cells import Router
 
 SAMPLING = SamplingParams(max_tokens=60, temperature=0)

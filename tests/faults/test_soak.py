@@ -14,10 +14,10 @@ import pytest
 
 from common.errors import TandemError
 from common.types import Role, SamplingParams
-from router.journey import Inbox
-from simulator.virtual_time import VirtualTimeLoop
+from router.fleet.journey import Inbox
 from tests.fakes.fleet import Fleet, fleet
 from tests.fakes.hash_model import expected_tokens
+from tests.fakes.virtual_time import VirtualTimeLoop
 from tests.faults.cells import Router
 
 ADDRESSES = {"p0:1": Role.PREFILL, "p1:1": Role.PREFILL, "d0:1": Role.DECODE, "d1:1": Role.DECODE}

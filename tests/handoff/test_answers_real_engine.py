@@ -15,14 +15,14 @@ import transformers
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
+from commands.demo_model import prepare
 from common.config import home
-from common.demo_model import prepare
-from common.engine.runner import ModelRunner, load_runner
 from common.messages import Failed
 from common.types import FinishReason, PromptLogprobs, Role, SamplingParams, TokenLogprobs
-from router.grammars import json_grammar
-from simulator.virtual_time import VirtualTimeLoop
+from engine.runner import ModelRunner, load_runner
+from router.grammar.grammars import json_grammar
 from tests.fakes.fleet import Client, Fleet, fleet
+from tests.fakes.virtual_time import VirtualTimeLoop
 
 EOS = 2
 SCHEMA = {

@@ -11,7 +11,7 @@ import pytest
 
 from common.errors import DeadlineExceeded, TandemError
 from common.types import FinishReason, Role, SamplingParams
-from router.journey import Inbox, Journey
+from router.fleet.journey import Inbox, Journey
 from tests.fakes.fleet import Worker, fleet
 from tests.faults.cells import Router
 from tests.handoff.test_handoff_in_process import prompt_of, settle, virtual

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from common.types import FinishReason, Role, SamplingParams
-from simulator.virtual_time import VirtualTimeLoop
 from tests.fakes.fleet import Fleet, fleet, flip_a_byte
 from tests.fakes.hash_model import VOCAB_SIZE, expected_tokens
+from tests.fakes.virtual_time import VirtualTimeLoop
 
 
 def virtual(main: Callable[[], Coroutine[Any, Any, None]]) -> None:

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
+from commands.demo_model import prepare
 from common.config import home
-from common.demo_model import prepare
-from common.engine.runner import ModelRunner, load_runner
 from common.types import Role, SamplingParams
-from simulator.virtual_time import VirtualTimeLoop
+from engine.runner import ModelRunner, load_runner
 from tests.fakes.fleet import Fleet, Outputs, fleet
+from tests.fakes.virtual_time import VirtualTimeLoop
 
 BLOCK = 16
 OUTPUT_TOKENS = 6

@@ -34,11 +34,11 @@ from common.shared_params import (
 from common.types import Role, SamplingParams
 from common.wire import decode, encode
 from prefill_worker.wanted_params import WantedParams
-from router.session import Session
-from simulator.virtual_time import VirtualTimeLoop
+from router.fleet.session import Session
 from tests.fakes.fleet import Fleet, Worker, fleet
 from tests.fakes.hash_model import VOCAB_SIZE, expected_tokens
 from tests.fakes.router import router
+from tests.fakes.virtual_time import VirtualTimeLoop
 
 NUM_PROMPTS = 8
 BIAS = tuple((i % VOCAB_SIZE, (i % 7) / 2) for i in range(5_000))

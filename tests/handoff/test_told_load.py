@@ -10,11 +10,11 @@ import pytest
 
 from common.messages import Watch, WorkerState
 from common.types import Role, SamplingParams
-from common.worker import HEARTBEAT_S
-from router.routing import Predicting
+from router.fleet.routing import Predicting
 from tests.fakes.fleet import Fleet, Worker, fleet
 from tests.faults.cells import Router
 from tests.handoff.test_handoff_in_process import prompt_of, virtual
+from worker.watch import HEARTBEAT_S
 
 WITHIN_S, LOOK_S = 0.1, 0.01
 

@@ -11,18 +11,18 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from common.engine.backend import Backend, gpu_arithmetic
-from common.engine.batch import StepBatch
-from common.engine.graphed_model import GraphedModel
-from common.engine.offsets import open_offsets
-from common.engine.pools import PageArena
-from common.engine.triton_model import TritonModel
-from common.engine.weights import Checkpoint
 from common.errors import InternalError
-from common.kernels import reference
-from common.kernels.gpu.decode import Partials, decode_attention
-from common.kernels.gpu.store import rotate_and_store
 from common.model_config import ModelConfig
+from engine.backend import Backend, gpu_arithmetic
+from engine.batch import StepBatch
+from engine.graphed_model import GraphedModel
+from engine.kernels import reference
+from engine.kernels.gpu.decode import Partials, decode_attention
+from engine.kernels.gpu.store import rotate_and_store
+from engine.offsets import open_offsets
+from engine.pools import PageArena
+from engine.triton_model import TritonModel
+from engine.weights import Checkpoint
 from tests.engine.conftest import make_runner
 from tests.engine.driver import Driver
 from tests.engine.tiny_models import give_offsets, make_tiny_model

@@ -7,10 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.engine.pools import PageArena
-from common.kernels import reference
-from common.kernels.cpu.attention import attention
 from common.pages import PageLayout, codec_named
+from engine.kernels import reference
+from engine.kernels.cpu.attention import attention
+from engine.pools import PageArena
 from tests.kernels.test_kernels import offsets_of
 
 CODECS = ["fp8_e3m4", "fp8_e4m3", "fp8_e5m2", "int8"]

@@ -4,12 +4,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from common.engine.pools import PageArena
 from common.errors import LayoutMismatch
-from common.kernels import reference
-from common.kernels.gpu.convert import PageSet, block_moves, convert_pages
-from common.kernels.offsets import Offsets
 from common.pages import PageLayout, codec_named
+from engine.kernels import reference
+from engine.kernels.gpu.convert import PageSet, block_moves, convert_pages
+from engine.kernels.offsets import Offsets
+from engine.pools import PageArena
 
 LAYERS, HEADS, WIDTH, TOKENS = 1, 2, 16, 64
 

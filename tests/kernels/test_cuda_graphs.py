@@ -13,9 +13,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from common.engine import linear
-from common.engine.batch import make_batch
-from common.engine.cuda_graphs import (
+from common.scheduling.plan import OutputStart, StepPlan
+from common.types import SamplingParams
+from engine import linear
+from engine.batch import make_batch
+from engine.cuda_graphs import (
     GraphPool,
     StaticBuffers,
     is_decode_step,
@@ -23,14 +25,12 @@ from common.engine.cuda_graphs import (
     padded,
     row_buckets,
 )
-from common.engine.device_inputs import DeviceStep, InputBuffer, columns_of
-from common.engine.graphed_model import GraphedModel
-from common.engine.offsets import open_offsets
-from common.engine.runner import ModelRunner
-from common.engine.triton_model import TritonModel
-from common.engine.weights import Checkpoint
-from common.scheduling.plan import OutputStart, StepPlan
-from common.types import SamplingParams
+from engine.device_inputs import DeviceStep, InputBuffer, columns_of
+from engine.graphed_model import GraphedModel
+from engine.offsets import open_offsets
+from engine.runner import ModelRunner
+from engine.triton_model import TritonModel
+from engine.weights import Checkpoint
 from tests.engine.conftest import make_runner
 from tests.engine.driver import Driver
 from tests.engine.tiny_models import give_offsets, make_tiny_model

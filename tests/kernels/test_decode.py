@@ -2,8 +2,8 @@
 
 import torch
 
-from common.kernels import reference
-from common.kernels.gpu.decode import Partials, decode_attention
+from engine.kernels import reference
+from engine.kernels.gpu.decode import Partials, decode_attention
 from tests.kernels.test_kernels import GROUP, HEADS, WIDTH, Step, make_step
 
 

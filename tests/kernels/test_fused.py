@@ -6,13 +6,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from common.engine.pools import PageArena
-from common.kernels import reference
-from common.kernels.gpu.norm import rms_norm
-from common.kernels.gpu.store import rotate_and_store
-from common.kernels.gpu.swiglu import swiglu
-from common.kernels.offsets import Offsets
 from common.pages import PageLayout, codec_named
+from engine.kernels import reference
+from engine.kernels.gpu.norm import rms_norm
+from engine.kernels.gpu.store import rotate_and_store
+from engine.kernels.gpu.swiglu import swiglu
+from engine.kernels.offsets import Offsets
+from engine.pools import PageArena
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 ONE_STEP = {torch.float32: 1e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}

@@ -8,19 +8,19 @@ import numpy as np
 import pytest
 import torch
 
-from common.engine.backend import PoolShare, StepLimits
-from common.engine.cuda_graphs import Capture
-from common.engine.gpu_memory import MARGIN_BYTES, MemoryUse, largest_step, open_gpu, pool_size
-from common.engine.graphed_model import GraphedModel
-from common.engine.offsets import open_offsets
-from common.engine.pools import PageArena
-from common.engine.self_test import compare
-from common.engine.triton_model import TritonModel
-from common.engine.weights import Checkpoint
 from common.errors import ConfigError, InternalError
 from common.model_config import ModelConfig
 from common.pages import PageLayout, codec_named
-from common.pool_size import PoolSize
+from engine.backend import PoolShare, StepLimits
+from engine.cuda_graphs import Capture
+from engine.gpu_memory import MARGIN_BYTES, MemoryUse, largest_step, open_gpu, pool_size
+from engine.graphed_model import GraphedModel
+from engine.offsets import open_offsets
+from engine.pool_size import PoolSize
+from engine.pools import PageArena
+from engine.self_test import compare
+from engine.triton_model import TritonModel
+from engine.weights import Checkpoint
 from tests.engine.tiny_models import make_tiny_model
 
 MIB = 1 << 20

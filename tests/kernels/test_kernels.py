@@ -14,21 +14,21 @@ from hypothesis import strategies as st
 from numba import njit
 from torch import Tensor
 
-from common.engine.pools import PageArena
-from common.kernels import reference
-from common.kernels.cpu import pages as cpu_pages
-from common.kernels.cpu import simd
-from common.kernels.cpu.attention import attention as cpu_attention
-from common.kernels.cpu.store import store as cpu_store
-from common.kernels.gpu.attention import attention as chunk_attention
-from common.kernels.gpu.checksum import checksums as gpu_checksums
-from common.kernels.gpu.codec import decode_fp8
-from common.kernels.gpu.decode import Partials, decode_attention
-from common.kernels.gpu.store import rotate_and_store
-from common.kernels.offsets import Offsets
 from common.pages import CODECS as CODEC_TABLE
 from common.pages import ElementKind, PageLayout, codec_named
 from common.scheduling.plan import PageKind
+from engine.kernels import reference
+from engine.kernels.cpu import pages as cpu_pages
+from engine.kernels.cpu import simd
+from engine.kernels.cpu.attention import attention as cpu_attention
+from engine.kernels.cpu.store import store as cpu_store
+from engine.kernels.gpu.attention import attention as chunk_attention
+from engine.kernels.gpu.checksum import checksums as gpu_checksums
+from engine.kernels.gpu.codec import decode_fp8
+from engine.kernels.gpu.decode import Partials, decode_attention
+from engine.kernels.gpu.store import rotate_and_store
+from engine.kernels.offsets import Offsets
+from engine.pools import PageArena
 
 LAYERS, HEADS, GROUP, WIDTH = 2, 2, 3, 16
 CODECS = list(CODEC_TABLE)

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from common.kernels.cpu.landing import land as cpu_land
-from common.kernels.gpu.landing import land as gpu_land
 from common.pages import TAG_BYTES, PageLayout, PageTag, checksum, codec_named
 from common.scheduling.plan import PageKind
+from engine.kernels.cpu.landing import land as cpu_land
+from engine.kernels.gpu.landing import land as gpu_land
 
 LANDS: dict[str, Callable[..., Any]] = {"numba": cpu_land, "triton": gpu_land}
 

@@ -11,15 +11,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from common.engine import linear
-from common.engine.launched import LaunchedStep
-from common.engine.runner import ModelRunner
 from common.messages import GenerateRequest, pack_tokens
 from common.scheduling.block_hash import HashChain, root_hash
 from common.scheduling.kv_cache import KvCache
 from common.scheduling.plan import OutputStart, StepPlan
 from common.types import SamplingParams
 from decode_worker.scheduler import MAX_IN_FLIGHT, BatchScheduler
+from engine import linear
+from engine.launched import LaunchedStep
+from engine.runner import ModelRunner
 from tests.kernels.test_cuda_graphs import RowwiseLinear, make_model, triton_runner
 
 VOCAB_SIZE = 331

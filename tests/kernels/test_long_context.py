@@ -9,13 +9,13 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from common.engine.pools import PageArena
-from common.kernels import reference
-from common.kernels.gpu.attention import attention
-from common.kernels.gpu.decode import Partials, decode_attention
-from common.kernels.gpu.tiles import ChunkTile, DecodeTile, InvariantTile, StoreTile, Tiles
-from common.kernels.offsets import Offsets
 from common.pages import PageLayout, codec_named
+from engine.kernels import reference
+from engine.kernels.gpu.attention import attention
+from engine.kernels.gpu.decode import Partials, decode_attention
+from engine.kernels.gpu.tiles import ChunkTile, DecodeTile, InvariantTile, StoreTile, Tiles
+from engine.kernels.offsets import Offsets
+from engine.pools import PageArena
 
 WIDTH, BLOCK = 16, 32
 BOUND = {torch.float32: 2e-6, torch.float16: 2**-9}
@@ -77,7 +77,7 @@ def test_the_error_does_not_grow_with_the_context(
     dtype: torch.dtype, is_decode: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in ("attention", "decode"):
-        monkeypatch.setattr(f"common.kernels.gpu.{module}.tiles_of", lambda *_: TILES)
+        monkeypatch.setattr(f"engine.kernels.gpu.{module}.tiles_of", lambda *_: TILES)
     short, long = (error_at(tokens, dtype, is_decode) for tokens in (1024, 8192))
     assert short < BOUND[dtype]
     assert long < BOUND[dtype]

@@ -6,10 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from common.engine.linear import Fp8Linear, InvariantLinear, PlainLinear, make_linear
-from common.kernels.gpu.matmul import matmul
-from common.kernels.gpu.quantise import quantise_rows
-from common.kernels.gpu.tiles import matmul_tile_of
+from engine.kernels.gpu.matmul import matmul
+from engine.kernels.gpu.quantise import quantise_rows
+from engine.kernels.gpu.tiles import matmul_tile_of
+from engine.linear import Fp8Linear, InvariantLinear, PlainLinear, make_linear
 
 # bf16 is left out: the interpreter multiplies its bits as integers
 ROUNDING = {torch.float32: 2.0**-22, torch.float16: 2.0**-10}

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from common.engine.sampler import choose_on_device, draw, draw_on_device, sample
+from engine.sampler import choose_on_device, draw, draw_on_device, sample
 from tests.engine.test_sampler import logits_of, params, rows_of
 
 

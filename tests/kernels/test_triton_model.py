@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from common.engine.offsets import open_offsets
-from common.engine.triton_model import TritonModel
-from common.engine.weights import Checkpoint
+from engine.offsets import open_offsets
+from engine.triton_model import TritonModel
+from engine.weights import Checkpoint
 from tests.engine.conftest import make_runner
 from tests.engine.driver import Driver
 from tests.engine.tiny_models import give_offsets, make_tiny_model

@@ -6,9 +6,9 @@ import pytest
 from common.errors import PrefillLost, WorkerLost
 from common.rpc import Stream
 from common.types import Role
-from common.worker import Identity
 from decode_worker.links import Links, how_to_agree
 from decode_worker.peers import AllowedPeers
+from worker.watch import Identity
 
 OURS = "fp8_e4m3, blocks of 16, 30 layers, 3 KV heads of 64, weights auto, offsets aa, layout 11"
 IDENTITY = Identity(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from router.tokenizer import Tokenizer, load_tokenizer
+from router.text.tokenizer import Tokenizer, load_tokenizer
 from tests.router.fake_worker import FakeWorker
 from tests.router.stack import Stack
 

@@ -16,7 +16,7 @@ import httpx
 import uvloop
 
 from common.config import RouterConfig
-from router.tokenizer import load_tokenizer
+from router.text.tokenizer import load_tokenizer
 from router.wiring import Router, open_router
 from tests.router.fake_worker import FakeWorker
 

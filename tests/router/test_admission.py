@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from common.errors import ConfigError, InvalidRequest, Overloaded, Unauthorized
-from router.keys import KeyRing
+from router.admission.keys import KeyRing
 from router.proto import inference_pb2 as pb
 from router.proto import open_inference_pb2 as kserve
 from tests.router.fake_worker import FakeWorker

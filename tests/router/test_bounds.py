@@ -22,10 +22,10 @@ from common.limits import (
     MAX_SCHEMA_ITEMS,
     SMALL_BODY_BYTES,
 )
-from router import json_shape
-from router.bodies import Bodies
-from router.json_body import parse_json_object
-from router.json_shape import shape_of
+from router.reading import json_shape
+from router.reading.json_body import parse_json_object
+from router.reading.json_shape import shape_of
+from router.server.bodies import Bodies
 from tests.router.stack import Stack
 
 
@@ -170,7 +170,7 @@ def test_t05_large_bodies_are_parsed_beside_the_loop(
         threads.append(threading.current_thread().name)
         return parse_json_object(body)
 
-    monkeypatch.setattr("router.json_body.parse_json_object", watched)
+    monkeypatch.setattr("router.reading.json_body.parse_json_object", watched)
     loop = stack.do(lambda: threading.current_thread().name)
     assert stack.complete("a", max_tokens=1).status_code == 200
     assert stack.complete("a" * LARGE_BODY_BYTES, max_tokens=1).status_code in (200, 400)
@@ -207,7 +207,7 @@ def test_bodies_under_way_are_bounded_together(stack: Stack) -> None:
 def test_a_body_that_does_not_come_is_not_waited_for(
     stack: Stack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("router.bodies.BODY_S", 0.05)
+    monkeypatch.setattr("router.server.bodies.BODY_S", 0.05)
     answer = raw(stack, b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: 9\r\n\r\n{")
     assert answer.startswith(b"HTTP/1.1 408 ")
 

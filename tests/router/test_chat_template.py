@@ -11,9 +11,9 @@ import pytest
 from transformers import AutoTokenizer
 
 from common.errors import ConfigError, ContextLengthExceeded, InvalidRequest, UnsupportedParameter
-from router.chat_template import load_chat_template
-from router.messages import normalized_messages
-from router.tokenizer import Tokenizer, _Marked, load_tokenizer
+from router.text.chat_messages import normalized_messages
+from router.text.chat_template import load_chat_template
+from router.text.tokenizer import Tokenizer, _Marked, load_tokenizer
 from tests.router.kits import K1, K2, USER
 
 LLAMA3 = """{{- bos_token }}

@@ -11,8 +11,8 @@ import pytest
 
 from common.errors import InternalError, InvalidRequest, Overloaded
 from common.limits import MAX_COMPILING, MAX_COMPILING_OF_CLIENT
-from router.compiler import CompileChild, GrammarCompiler, Outcome, OutcomeCache
-from router.grammar_job import Job
+from router.grammar.compiler import CompileChild, GrammarCompiler, Outcome, OutcomeCache
+from router.grammar.grammar_job import Job
 
 
 def job(name: str) -> Job:
@@ -135,7 +135,7 @@ def test_outcomes_are_kept_by_their_size() -> None:
 
 SCRIPT = """
 import os, signal, sys
-from router.grammar_job import Job, read_message, write_message
+from router.grammar.grammar_job import Job, read_message, write_message
 write_message(sys.stdout.buffer, b"{}")
 while (data := read_message(sys.stdin.buffer)) is not None:
     job = Job.of(data)

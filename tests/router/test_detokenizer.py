@@ -9,8 +9,8 @@ from tokenizers import Tokenizer as HfTokenizer
 from tokenizers import decoders, models
 
 from common.errors import UnsupportedModel
-from router.detokenizer import Detokenizer, TokenTexts
-from router.tokenizer import Tokenizer
+from router.text.detokenizer import Detokenizer, TokenTexts
+from router.text.tokenizer import Tokenizer
 from tests.router.kits import K1
 
 

@@ -20,8 +20,8 @@ from common.errors import (
 from common.rpc import Stream
 from common.scheduling.step_time import StepTimes
 from common.types import Role, SamplingParams
-from router.breaker import FIRST_OPEN_S, Breaker, RetryBudget, State
-from router.recovery import (
+from router.fleet.breaker import FIRST_OPEN_S, Breaker, RetryBudget, State
+from router.fleet.recovery import (
     MAX_ATTEMPTS,
     PROGRESS_TOKENS,
     RECOVERY_S,
@@ -408,7 +408,9 @@ def test_a_worker_that_is_back_is_logged(caplog: pytest.LogCaptureFixture) -> No
             assert await outcome_of(router, 1) == "right"
 
     virtual(main)
-    said = [r.message.partition(",")[0] for r in caplog.records if r.name == "router.discovery"]
+    said = [
+        r.message.partition(",")[0] for r in caplog.records if r.name == "router.fleet.discovery"
+    ]
     assert said.count("colocated c0:1 is back") == 1
     assert [line for line in said if line.startswith("lost colocated c0:1")]
 

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from common.messages import PoolLoad, WorkerState
 from common.types import Role
-from router.fleet import Fleet, Worker
-from router.routing import LeastLoaded
+from router.fleet.fleet import Fleet, Worker
+from router.fleet.routing import LeastLoaded
 
 
 def state(role: Role, incarnation: str, **changes: object) -> WorkerState:

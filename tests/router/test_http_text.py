@@ -8,7 +8,7 @@ from typing import Any
 import openai
 import pytest
 
-from router.tokenizer import Tokenizer
+from router.text.tokenizer import Tokenizer
 from tests.router.fake_worker import EOS, FakeWorker, tokens
 from tests.router.kits import K1
 from tests.router.sse import deltas, events, finish_of, text_of

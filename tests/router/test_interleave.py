@@ -12,10 +12,10 @@ from common.messages import ChunkBudget, Hello, PoolLoad, WorkerState
 from common.scheduling.chunk_budget import STRETCH
 from common.scheduling.step_time import StepTimes
 from common.types import Role, SamplingParams
-from router.interleave import Interleave
-from simulator.virtual_time import VirtualTimeLoop
+from router.fleet.interleave import Interleave
 from tests.fakes.fleet import Fleet, fleet
 from tests.fakes.hash_model import expected_tokens
+from tests.fakes.virtual_time import VirtualTimeLoop
 from tests.router.fake_worker import FakeWorker
 from tests.router.stack import Stack
 

@@ -8,7 +8,7 @@ from typing import Any
 import grpc
 import pytest
 
-from router.kserve import packed_texts, unpacked
+from router.api.kserve.tensors import packed_texts, unpacked
 from router.proto import open_inference_pb2 as pb
 from tests.router.fake_worker import FakeWorker
 from tests.router.stack import DEADLINE_S, Stack

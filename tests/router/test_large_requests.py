@@ -15,9 +15,9 @@ import pytest
 
 from common.errors import InvalidRequest
 from common.limits import MAX_GRAMMAR_CHARS
-from router.http_exchange import large_json, to_json
-from router.structured import Form
-from router.tokenizer import Tokenizer
+from router.grammar.structured import Form
+from router.server.exchange import large_json, to_json
+from router.text.tokenizer import Tokenizer
 from tests.router.fake_worker import FakeWorker
 from tests.router.stack import Stack
 

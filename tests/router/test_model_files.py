@@ -11,8 +11,8 @@ import pytest
 
 from common.errors import ConfigError, UnsupportedModel
 from common.model_config import ModelConfig
-from router.sampling_defaults import SamplingDefaults
-from router.tokenizer import load_tokenizer
+from router.generation.sampling_defaults import SamplingDefaults
+from router.text.tokenizer import load_tokenizer
 from tests.router.fake_worker import FakeWorker
 from tests.router.stack import Stack
 

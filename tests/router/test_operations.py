@@ -20,10 +20,10 @@ from common.addresses import listen
 from common.config import RouterConfig
 from common.errors import ConfigError, InternalError
 from common.types import Role
-from router.discovery import Discovery
-from router.dispatch import Dispatcher
-from router.fleet import Fleet
-from router.routing import LeastLoaded
+from router.fleet.discovery import Discovery
+from router.fleet.dispatch import Dispatcher
+from router.fleet.fleet import Fleet
+from router.fleet.routing import LeastLoaded
 from router.wiring import open_router
 from tests.router.fake_worker import FakeWorker
 from tests.router.sse import events, finish_of

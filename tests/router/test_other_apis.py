@@ -8,7 +8,7 @@ from typing import Any
 import openai
 import pytest
 
-from router.tokenizer import Tokenizer
+from router.text.tokenizer import Tokenizer
 from tests.router.fake_worker import FakeWorker, tokens
 from tests.router.stack import Stack
 from tests.router.test_tools import saying

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from common.request_checks import checked_tokens
-from router.tokenizer import Tokenizer
+from router.text.tokenizer import Tokenizer
 from tests.router.fake_worker import tokens
 from tests.router.sse import events, text_of
 from tests.router.stack import Stack

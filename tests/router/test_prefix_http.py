@@ -9,8 +9,8 @@ from common.messages import GenerateRequest, KvEvents, PoolLoad, pack_tokens
 from common.scheduling.block_hash import HashChain, block_hashes, root_hash
 from common.scheduling.step_time import StepTimes
 from common.types import Role, SamplingParams
-from router.fleet import Fleet
-from router.prompt_hashes import LARGE_TOKENS, HashBook
+from router.fleet.fleet import Fleet
+from router.fleet.prompt_hashes import LARGE_TOKENS, HashBook
 from tests.router.fake_worker import FakeWorker
 from tests.router.stack import Stack
 from tests.router.test_fleet import C, state

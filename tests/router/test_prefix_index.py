@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from common.errors import MalformedMessage
-from router.prefix_index import PrefixIndex
+from router.fleet.prefix_index import PrefixIndex
 
 
 def name(number: int) -> bytes:

@@ -17,11 +17,11 @@ from common.messages import KvEvents
 from common.scheduling.cache_events import CacheFeed
 from common.scheduling.step_time import StepTimes
 from common.types import Role, SamplingParams
-from router.routing import Predicting
-from simulator.virtual_time import VirtualTimeLoop
+from router.fleet.routing import Predicting
 from tests.fakes.fleet import Fleet, fleet
 from tests.fakes.hash_model import VOCAB_SIZE, expected_tokens
 from tests.fakes.router import Router, router
+from tests.fakes.virtual_time import VirtualTimeLoop
 
 BLOCK = 16
 GREEDY = SamplingParams(max_tokens=24, temperature=0)

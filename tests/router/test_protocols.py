@@ -14,12 +14,12 @@ from llguidance import LLMatcher, LLTokenizer
 
 from common.errors import ConfigError, InvalidRequest
 from common.messages import unpack_tokens
-from router.chat_template import ChatTemplate
-from router.closed_objects import closed, strict
-from router.keys import KeyRing, read_priorities
-from router.messages import normalized_messages
-from router.protocols import PROTOCOLS, table
-from router.tokenizer import Tokenizer
+from router.admission.keys import KeyRing, read_priorities
+from router.grammar.closed_objects import closed, strict
+from router.reading.protocols import PROTOCOLS, table
+from router.text.chat_messages import normalized_messages
+from router.text.chat_template import ChatTemplate
+from router.text.tokenizer import Tokenizer
 from tests.router.fake_worker import FakeWorker
 from tests.router.sse import events
 from tests.router.stack import Stack

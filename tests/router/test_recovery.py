@@ -22,7 +22,7 @@ from common.errors import (
     TandemError,
 )
 from common.types import Role
-from router.breaker import Breaker
+from router.fleet.breaker import Breaker
 from tests.router.fake_worker import FakeWorker
 from tests.router.sse import events, finish_of, text_of
 from tests.router.stack import Stack

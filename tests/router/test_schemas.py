@@ -18,9 +18,9 @@ from llguidance import LLMatcher, LLTokenizer
 
 from common.errors import InvalidRequest
 from common.grammar_limits import new_matcher
-from router.compile_child import compiled
-from router.grammar_job import Job
-from router.schema import FORMATS, prepared
+from router.grammar.compile_child import compiled
+from router.grammar.grammar_job import Job
+from router.grammar.schema import FORMATS, prepared
 
 Schema = dict[str, Any]
 DRAFTS = {

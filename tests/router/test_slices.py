@@ -5,8 +5,8 @@ import re
 
 import pytest
 
-from router import slices
-from router.slices import matches
+from router.text import slices
+from router.text.slices import matches
 
 
 def test_slices_find_what_one_search_finds(monkeypatch: pytest.MonkeyPatch) -> None:

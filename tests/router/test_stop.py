@@ -6,7 +6,7 @@ import time
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.stop import StopMatcher, StopSet
+from router.text.stop import StopMatcher, StopSet
 
 SMALL = st.text(alphabet="abc", max_size=40)
 STOPS = st.lists(st.text(alphabet="abc", min_size=1, max_size=5), min_size=1, max_size=6)

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
 
-from router.grammars import json_grammar
-from router.parts import (
+from router.grammar.grammars import json_grammar
+from router.text.parts import (
     CallArguments,
     CallBegun,
     Content,
@@ -29,8 +29,8 @@ from router.parts import (
     Splitter,
     guessed_tool_parser,
 )
-from router.tokenizer import Tokenizer
-from router.tools import ToolUse
+from router.text.tokenizer import Tokenizer
+from router.text.tools import ToolUse
 from tests.router.fake_worker import FakeWorker, tokens
 from tests.router.sse import events, finish_of
 from tests.router.stack import Stack

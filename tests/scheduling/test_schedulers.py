@@ -13,12 +13,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from common.errors import ContextLengthExceeded, DecodeFull, PromptTooLargeForPool
 from common.messages import GenerateRequest, pack_tokens
 from common.scheduling.block_hash import HashChain, root_hash
-from common.scheduling.finish import finish_reason
 from common.scheduling.kv_cache import KvCache
 from common.scheduling.plan import StepPlan, StepResult
 from common.scheduling.prompt_queue import Prompt, PromptQueue, shareable
 from common.types import FinishReason, SamplingParams
 from decode_worker.entries import Facts
+from decode_worker.finish import finish_reason
 from decode_worker.scheduler import MAX_IN_FLIGHT, BatchScheduler
 from prefill_worker.scheduler import ChunkComputed, PrefillScheduler, PromptComputed, PromptFailed
 

@@ -4,9 +4,9 @@ from typing import Any
 
 from common.model_config import ModelConfig
 from common.pages import PageLayout, codec_named
-from common.pool_size import landing_of, pool_of
 from common.scheduling.step_time import StepTimes
 from common.types import Role
+from engine.pool_size import landing_of, pool_of
 from simulator.costs import FittedCosts
 from simulator.host import WorkerSetup
 

@@ -9,7 +9,7 @@ from itertools import pairwise
 import pytest
 
 from common.types import Role
-from router.routing import LeastLoaded, Predicting
+from router.fleet.routing import LeastLoaded, Predicting
 from simulator.host import LATENCY_S
 from simulator.records import Outcome
 from simulator.simulation import Simulation, simulate

@@ -15,7 +15,7 @@ from bench.table import (
     simulated,
     waste,
 )
-from router.routing import LeastLoaded
+from router.fleet.routing import LeastLoaded
 
 
 def test_both_rows_have_the_same_kv_memory() -> None:

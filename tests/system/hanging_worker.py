@@ -16,8 +16,8 @@ from typing import Any
 
 import tandem
 from common.config import parse
-from common.engine.runner import ModelRunner
 from common.watch_thread import WatchThread
+from engine.runner import ModelRunner
 
 LOOK_S = 0.02
 

@@ -10,9 +10,9 @@ from bench.load import random_prompt
 from bench.serving import Launched
 from common.events import EventLog
 from common.types import SamplingParams
-from simulator.virtual_time import LoopClock, VirtualTimeLoop
 from tests.fakes.fleet import fleet
 from tests.fakes.hash_model import VOCAB_SIZE
+from tests.fakes.virtual_time import LoopClock, VirtualTimeLoop
 
 PROMPT_TOKENS, CHUNK_TOKENS, OUTPUT_TOKENS = 1100, 512, 6
 IN_ORDER = ("submitted", "admitted", "first_tokens_arrived", "landed", "ended")

@@ -16,8 +16,8 @@ import pytest
 from bench.cluster import Cluster, cluster
 from bench.load import random_prompt
 from bench.serving import wait_for
+from commands.demo_model import prepare
 from common.config import home
-from common.demo_model import prepare
 from tests.system.streams import Stream, undisturbed
 
 LONG = random_prompt(7000, seed=1)

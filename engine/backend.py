@@ -1,0 +1,185 @@
+"""Which kernels run a model: numba on CPU, Triton on a GPU. The runner sees one `Backend`."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from common.errors import ConfigError
+from common.model_config import ModelConfig
+from common.pages import PageLayout
+from engine.batch import StepBatch
+from engine.kernels.offsets import Offsets
+from engine.pool_size import PoolSize
+from engine.pools import PageArena
+from engine.weights import Checkpoint
+
+if TYPE_CHECKING:
+    from engine.cpu_model import CpuWeights
+
+FP8_CAPABILITY = (8, 9)
+"""Compute capability from which a GPU multiplies FP8: Ada and Hopper."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepLimits:
+    """The largest step that a worker plans."""
+
+    chunk_tokens: int
+    num_decodes: int
+    """Graphs are captured for as many; 0 for a worker that does not decode."""
+    max_tokens: int
+    """Of one request."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolShare:
+    """A pool as large as memory allows, on a GPU of which this worker may use `share`."""
+
+    share: float
+    max_num_seqs: int
+
+
+class Backend(Protocol):
+    @property
+    def is_batch_invariant(self) -> bool:
+        """A row's bits depend on its own request alone."""
+        ...
+
+    def forward(
+        self, batch: StepBatch, num_layers: int | None = None, latest: Tensor | None = None
+    ) -> None:
+        """Run a step's rows through the layers: KV into the pool's pages. (Fewer layers are for the
+        self-test.) `latest` are the tokens [..] int64 of the step before, on the device; unread
+        ones are taken from them.
+        """
+        ...
+
+    def logits(self, wanted: NDArray[np.int64]) -> Tensor:
+        """Of rows of the latest `forward`: [len(wanted), vocab_size] float32, valid until the next
+        call.
+        """
+        ...
+
+    def checksums(self, pages: Tensor, which: Tensor) -> Tensor:
+        """int64 [len(which)]: the bits of `common.pages.checksum` of some of pages [num_pages,
+        page_bytes] uint8. `which` int64, on the pages' device; does not wait for it.
+        """
+        ...
+
+    def land(
+        self,
+        source: Tensor,
+        target: Tensor,
+        slots: NDArray[np.int64],
+        block_ids: NDArray[np.int64],
+        tags: NDArray[np.uint8],
+    ) -> tuple[NDArray[np.bool_], NDArray[np.uint64]]:
+        """As `engine.kernels.cpu.landing.land`."""
+        ...
+
+
+def load_cpu(
+    model_dir: str | Path,
+    config: ModelConfig,
+    pool: PageArena,
+    offsets: Offsets,
+    *,
+    dtype: str,
+    weight_dtype: str,
+    num_threads: int,
+    max_num_tokens: int,
+    weights: "CpuWeights | None" = None,
+) -> Backend:
+    from engine.cpu_model import CpuModel, CpuWeights
+
+    if dtype not in ("auto", "float32"):
+        raise ConfigError(f"on CPU Tandem computes in float32, not {dtype}", param="dtype")
+    if weight_dtype == "fp8":
+        check_fp8(torch.float32, None)
+    if weights is None:
+        weights = CpuWeights(Checkpoint.open(model_dir), config, weight_dtype)
+    return CpuModel(
+        config, weights, pool, offsets, max_num_tokens=max_num_tokens, num_threads=num_threads
+    )
+
+
+def load_gpu(
+    model_dir: str | Path,
+    config: ModelConfig,
+    layout: PageLayout,
+    offsets: Offsets,
+    *,
+    dtype: str,
+    weight_dtype: str,
+    is_batch_invariant: bool = False,
+    limits: StepLimits,
+    room: PoolSize | PoolShare,
+    landing: PoolSize,
+) -> tuple[Backend, PageArena]:
+    """The model and its pool; see `engine.gpu_memory.open_gpu`."""
+    from engine.gpu_memory import CudaGpu, open_gpu
+    from engine.triton_model import TritonModel
+
+    if weight_dtype == "int8":
+        raise ConfigError(
+            "--weight-dtype int8 is for CPUs; on a GPU choose fp8, or leave it at auto",
+            param="weight_dtype",
+        )
+    compute_dtype = gpu_dtype(dtype, config)
+    if weight_dtype == "fp8":
+        is_nvidia = torch.version.hip is None
+        check_fp8(compute_dtype, torch.cuda.get_device_capability() if is_nvidia else None)
+    checkpoint = Checkpoint.open(model_dir)
+
+    def make_model(pool: PageArena) -> TritonModel:
+        return TritonModel(
+            config, checkpoint, pool, offsets, compute_dtype, weight_dtype,
+            is_batch_invariant=is_batch_invariant,
+        )  # fmt: skip
+
+    return open_gpu(CudaGpu(), make_model, layout, limits, room=room, landing=landing)
+
+
+def gpu_arithmetic(dtype: str, config: ModelConfig) -> str:
+    """What decides the bits of a worker with `--batch-invariant`, beside the model and its weights:
+    the kind of this machine's GPU, and what it computes in.
+    """
+    if torch.version.hip is not None:
+        kind = torch.cuda.get_device_properties().gcnArchName.split(":")[0]
+    else:
+        kind = "sm_{}{}".format(*torch.cuda.get_device_capability())
+    return f"{kind} in {str(gpu_dtype(dtype, config)).removeprefix('torch.')}"
+
+
+def gpu_dtype(dtype: str, config: ModelConfig) -> torch.dtype:
+    """What a GPU computes in: as asked, else the checkpoint's own; fp32 checkpoints run in bf16."""
+    name = dtype if dtype != "auto" else config.dtype
+    dtypes = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.bfloat16}
+    if dtype == "float32":
+        return torch.float32
+    if name not in dtypes:
+        raise ConfigError(f"dtype {name!r} is not supported on a GPU", param="dtype")
+    return dtypes[name]
+
+
+def check_fp8(dtype: torch.dtype, capability: tuple[int, int] | None) -> None:
+    """Raises ConfigError where FP8 weights cannot be used. `dtype` is what is computed in,
+    `capability` the GPU's; None without one of NVIDIA's.
+    """
+    if capability is None or capability < FP8_CAPABILITY:
+        is_none = capability is None
+        found = "there is none here" if is_none else "this one has {}.{}".format(*capability or ())
+        raise ConfigError(
+            "--weight-dtype fp8 needs an NVIDIA GPU of compute capability 8.9 or more (Ada, Hopper "
+            f"and later); {found}. Leave --weight-dtype at auto, or on a CPU choose int8",
+            param="weight_dtype",
+        )
+    if dtype is not torch.bfloat16:
+        raise ConfigError(
+            "--weight-dtype fp8 computes in bfloat16; add --dtype bfloat16", param="weight_dtype"
+        )

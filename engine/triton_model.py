@@ -1,0 +1,237 @@
+"""The model on a GPU: torch for the matrices, Triton for everything that touches pages.
+
+With `--batch-invariant` the matrices are Triton's too, and one attention kernel serves chunks and
+decodes; all other kernels compute row by row anyway.
+
+Also runs on CPU tensors when Triton interprets its kernels (TRITON_INTERPRET=1), for tests.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from common.model_config import ModelConfig
+from engine.batch import MAX_RUN_TOKENS, StepBatch
+from engine.device_inputs import DeviceStep, InputBuffer, columns_of
+from engine.kernels.gpu.attention import attention
+from engine.kernels.gpu.checksum import checksums
+from engine.kernels.gpu.decode import Partials, decode_attention
+from engine.kernels.gpu.landing import land
+from engine.kernels.gpu.norm import rms_norm
+from engine.kernels.gpu.store import rotate_and_store
+from engine.kernels.gpu.swiglu import swiglu
+from engine.kernels.offsets import Offsets
+from engine.linear import Linear, make_linear
+from engine.pools import PageArena
+from engine.rope import rope_tables
+from engine.weights import Checkpoint
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layer:
+    """One layer's tensors on the device; None where the model has none."""
+
+    norm_1: Tensor
+    qkv: Linear
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    out: Linear
+    norm_2: Tensor
+    gate_up: Linear
+    down: Linear
+
+
+class TritonModel:
+    """`forward(batch)` computes a step's KV into `pool` and returns the wanted logits."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        checkpoint: Checkpoint,
+        pool: PageArena,
+        offsets: Offsets,
+        dtype: torch.dtype,
+        weight_dtype: str = "auto",
+        *,
+        is_batch_invariant: bool = False,
+    ) -> None:
+        self.is_batch_invariant = is_batch_invariant
+        self._config = config
+        self._pool = pool
+        self._offsets = offsets.to(pool.packed.device)
+        self._dtype = dtype
+        self._device = pool.packed.device
+        self.device, self.block_size = self._device, pool.layout.block_size
+        self.vocab_size = config.vocab_size
+        self._read = _Reader(
+            checkpoint, config, dtype, self._device, weight_dtype, is_batch_invariant
+        )
+        self._embedding = self._read.tensor(
+            "model.embed_tokens.weight", config.vocab_size, config.hidden_size
+        )
+        head = checkpoint.output_head(config)
+        self._head = make_linear(
+            self._embedding if head is None else head.to(self._device, dtype), None, "auto",
+            is_invariant=is_batch_invariant,
+        )  # fmt: skip
+        self._final_norm = self._read.tensor("model.norm.weight", config.hidden_size)
+        self._layers = [self._read.layer(i) for i in range(config.num_layers)]
+        checkpoint.refuse_unread()
+        cos, sin = rope_tables(config)
+        self._cos = torch.from_numpy(cos).to(self._device)
+        self._sin = torch.from_numpy(sin).to(self._device)
+        self._inputs = InputBuffer(self._device)
+
+    @torch.inference_mode()
+    def forward(
+        self, batch: StepBatch, num_layers: int | None = None, latest: Tensor | None = None
+    ) -> None:
+        self._wanted = batch.wanted
+        self._step = self._inputs.send(columns_of(batch, self._pool.layout.block_size))
+        self._step.feed(latest)
+        self._rows = self._hidden(self._step, num_layers)
+
+    def use_pool(self, pool: PageArena) -> None:
+        """Pages of the same layout, from now on."""
+        assert pool.layout == self._pool.layout
+        self._pool = pool
+
+    def step_logits(self, step: DeviceStep) -> Tensor:
+        """[num_rows, vocab_size] float32 of all rows of a step that lies on the device already."""
+        return self._logits_of(self._hidden(step))
+
+    def _hidden(self, step: DeviceStep, num_layers: int | None = None) -> Tensor:
+        """[num_rows, hidden_size] behind the layers. Waits for nothing and allocates by the shapes
+        alone, so that it can be captured.
+        """
+        config = self._config
+        partials = Partials.allocate(
+            len(step.token_ids if self.is_batch_invariant else step.decode_runs),
+            config.num_heads, config.head_dim, self._device,
+        )  # fmt: skip
+        stream = None
+        x = self._embedding[step.token_ids]
+        for index, layer in enumerate(self._layers[:num_layers]):
+            x, stream = self._norm(x, layer.norm_1, stream)
+            x = layer.out(self._attend(layer, layer.qkv(x), step, partials, index))
+            x, stream = self._norm(x, layer.norm_2, stream)
+            x = layer.down(swiglu(layer.gate_up(x)))
+        return x if stream is None else x + stream
+
+    @torch.inference_mode()
+    def logits(self, wanted: NDArray[np.int64]) -> Tensor:
+        sent = self._step.wanted if wanted is self._wanted else self._to_device(wanted)
+        return self._logits_of(self._rows[sent])
+
+    def _logits_of(self, rows: Tensor) -> Tensor:
+        """[num_rows, vocab_size] float32 of hidden rows."""
+        normed, _ = self._norm(rows, self._final_norm)
+        return self._head(normed).float()
+
+    def checksums(self, pages: Tensor, which: Tensor) -> Tensor:
+        return checksums(pages, which)
+
+    def land(
+        self,
+        source: Tensor,
+        target: Tensor,
+        slots: NDArray[np.int64],
+        block_ids: NDArray[np.int64],
+        tags: NDArray[np.uint8],
+    ) -> tuple[NDArray[np.bool_], NDArray[np.uint64]]:
+        return land(source, target, slots, block_ids, tags)
+
+    def _attend(
+        self, layer: Layer, qkv: Tensor, step: DeviceStep, partials: Partials, index: int
+    ) -> Tensor:
+        """[num_rows, heads * head_dim] of qkv [num_rows, (heads + 2 * kv_heads) * head_dim], whose
+        K and V are stored on the way.
+        """
+        norms = None
+        if layer.q_norm is not None and layer.k_norm is not None:
+            norms = layer.q_norm, layer.k_norm
+        pool = self._pool
+        pages = pool.packed, pool.exact, pool.layout, self._offsets, index
+        q, k, v = rotate_and_store(
+            qkv.view(len(qkv), -1, self._config.head_dim), norms, self._config.rms_norm_eps,
+            self._cos, self._sin, step.items, *pages,
+        )  # fmt: skip
+        out = torch.empty_like(q)
+        if self.is_batch_invariant:
+            decode_attention(
+                q, k, v, step.chunk_runs, step.tables, *pages, partials, out,
+                max_run_tokens=MAX_RUN_TOKENS, is_invariant=True,
+            )  # fmt: skip
+        else:
+            attention(q, k, v, step.chunk_runs, step.tables, *pages, MAX_RUN_TOKENS, out)
+        decode_attention(
+            q, k, v, step.decode_runs, step.tables, *pages, partials, out,
+            is_invariant=self.is_batch_invariant,
+        )  # fmt: skip
+        return out.flatten(1)
+
+    def _norm(
+        self, x: Tensor, weight: Tensor, stream: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        return rms_norm(x, weight, self._config.rms_norm_eps, stream)
+
+    def _to_device(self, column: NDArray[np.generic]) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(column)).to(self._device)
+
+
+class _Reader:
+    """Tensors of a checkpoint, on the device and in the dtype of the computation."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        device: torch.device,
+        weight_dtype: str,
+        is_invariant: bool,
+    ) -> None:
+        self._checkpoint = checkpoint
+        self._config = config
+        self._dtype = dtype
+        self._device = device
+        self._weight_dtype = weight_dtype
+        self._is_invariant = is_invariant
+        self._has_output_bias = checkpoint.has_output_bias(config)
+
+    def tensor(self, name: str, *shape: int) -> Tensor:
+        return self._checkpoint.read(name, shape).to(self._device, self._dtype)
+
+    def layer(self, index: int) -> Layer:
+        config, prefix = self._config, f"model.layers.{index}."
+        attn, mlp = prefix + "self_attn.", prefix + "mlp."
+        hidden, inter, head_dim = config.hidden_size, config.intermediate_size, config.head_dim
+        widths = {
+            "q_proj": config.num_heads * head_dim,
+            "k_proj": config.num_kv_heads * head_dim,
+            "v_proj": config.num_kv_heads * head_dim,
+        }
+        qkv = [self.tensor(f"{attn}{n}.weight", width, hidden) for n, width in widths.items()]
+        bias = None
+        if config.attention_bias:
+            bias = torch.cat([self.tensor(f"{attn}{n}.bias", w) for n, w in widths.items()])
+        gate_up = [self.tensor(f"{mlp}{n}.weight", inter, hidden) for n in ("gate_proj", "up_proj")]
+        return Layer(
+            norm_1=self.tensor(prefix + "input_layernorm.weight", hidden),
+            qkv=self._linear(torch.cat(qkv), bias),
+            q_norm=self.tensor(attn + "q_norm.weight", head_dim) if config.qk_norm else None,
+            k_norm=self.tensor(attn + "k_norm.weight", head_dim) if config.qk_norm else None,
+            out=self._linear(
+                self.tensor(attn + "o_proj.weight", hidden, widths["q_proj"]),
+                self.tensor(attn + "o_proj.bias", hidden) if self._has_output_bias else None,
+            ),
+            norm_2=self.tensor(prefix + "post_attention_layernorm.weight", hidden),
+            gate_up=self._linear(torch.cat(gate_up)),
+            down=self._linear(self.tensor(mlp + "down_proj.weight", hidden, inter)),
+        )
+
+    def _linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        return make_linear(weight, bias, self._weight_dtype, is_invariant=self._is_invariant)
