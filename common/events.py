@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import IO
 
-from common.clock import Clock
+from common.clock import Timers
 from common.errors import ConfigError
 
 
@@ -24,7 +24,7 @@ def open_events(path: str | None) -> AbstractContextManager[IO[str] | None]:
 
 
 class EventLog:
-    def __init__(self, clock: Clock, file: IO[str] | None = None, **constant: object) -> None:
+    def __init__(self, clock: Timers, file: IO[str] | None = None, **constant: object) -> None:
         self._clock = clock
         self._file = file
         self._constant = constant

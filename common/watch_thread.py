@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Self
 
-from common.clock import Clock
+from common.clock import Clock, Timers
 from common.watchdog import LOOK_EVERY_S, Silence, Watchdog
 
 log = logging.getLogger(__name__)
@@ -25,7 +25,7 @@ UNFIT = 3
 class WatchThread:
     """`with WatchThread(...)` inside the loop that it watches."""
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: Timers) -> None:
         self._watchdog = Watchdog(clock.now())
         self._clock = clock
         self._lock = threading.Lock()
@@ -116,5 +116,5 @@ async def until_silent(silence: Silence, clock: Clock) -> None:
     """Returns when a peer has said nothing for too long. (It looks again and again since time in
     which nobody looks does not count.)
     """
-    while not silence.is_too_long(clock.now()):  # noqa: ASYNC110
-        await asyncio.sleep(LOOK_EVERY_S)
+    while not silence.is_too_long(clock.now()):
+        await clock.sleep(LOOK_EVERY_S)

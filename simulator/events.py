@@ -48,11 +48,28 @@ class EventQueue:
         return self._number
 
 
+class QueueTimer:
+    def __init__(self, callback: Callable[[], None]) -> None:
+        self._callback: Callable[[], None] | None = callback
+
+    def cancel(self) -> None:
+        self._callback = None
+
+    def ring(self) -> None:
+        if self._callback is not None:
+            self._callback()
+
+
 class QueueClock:
-    """The `Clock` of parts that ask for the time themselves."""
+    """The clock and the timers of parts that ask for the time themselves."""
 
     def __init__(self, events: EventQueue) -> None:
         self._events = events
 
     def now(self) -> float:
         return self._events.now
+
+    def call_later(self, delay_s: float, callback: Callable[[], None]) -> QueueTimer:
+        timer = QueueTimer(callback)
+        self._events.send(self._events.now + delay_s, timer.ring)
+        return timer

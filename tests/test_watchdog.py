@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from common.clock import ManualClock, MonotonicClock
+from common.clock import MonotonicClock
 from common.messages import HandoffRequest, LinkReply, PoolLoad, WorkerState
 from common.scheduling.plan import PrefillChunk, StepPlan
 from common.scheduling.step_time import StepTimes
@@ -23,11 +23,24 @@ from common.watchdog import (
 from worker.watched_device import LEAST_BOUND_S, StepBounds
 
 
+class ManualClock:
+    """Moves only when told to."""
+
+    def __init__(self) -> None:
+        self._now = 100.0
+
+    def now(self) -> float:
+        return self._now
+
+    def advance(self, seconds: float) -> None:
+        self._now += seconds
+
+
 class Watched:
     """A watchdog that is looked at as its thread does; `answers` is what the loop does."""
 
     def __init__(self) -> None:
-        self.clock = ManualClock(100.0)
+        self.clock = ManualClock()
         self.dog = Watchdog(self.clock.now())
         self.dog.serves()
         self.answers = True

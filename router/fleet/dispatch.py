@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from common.clock import Clock, MonotonicClock
+from common.clock import MonotonicClock, Timers
 from common.errors import DecodeLost
 from common.messages import GenerateRequest
 from router.fleet.breaker import RetryBudget
@@ -49,7 +49,7 @@ class Context:
     policy: RoutingPolicy
     book: HashBook
     tally: RouteTally
-    clock: Clock
+    clock: Timers
     retries: RetryBudget = field(default_factory=RetryBudget)
 
 
@@ -60,7 +60,7 @@ class Dispatcher:
         policy: RoutingPolicy,
         *,
         tally: RouteTally | None = None,
-        clock: Clock | None = None,
+        clock: Timers | None = None,
     ) -> None:
         self._context = Context(
             fleet=fleet,

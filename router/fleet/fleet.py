@@ -20,7 +20,7 @@ hardly to blame.
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
-from common.clock import Clock, MonotonicClock
+from common.clock import MonotonicClock, Timers
 from common.errors import MalformedMessage
 from common.messages import PROTOCOL_VERSION, KvEvents, WorkerState
 from common.types import Role
@@ -92,7 +92,7 @@ class Expected:
 
 
 class Fleet:
-    def __init__(self, clock: Clock | None = None, *, is_remote_only: bool = False) -> None:
+    def __init__(self, clock: Timers | None = None, *, is_remote_only: bool = False) -> None:
         self.prefix_index = PrefixIndex()
         """By `Worker.order`."""
         self.on_opened: Callable[[Worker], None] = lambda worker: None

@@ -17,7 +17,7 @@ import dataclasses
 from collections.abc import Callable
 from enum import StrEnum
 
-from common.clock import Clock
+from common.clock import Timer, Timers
 from common.errors import (
     DeadlineExceeded,
     DecodeFull,
@@ -113,7 +113,7 @@ class Journey:
         prompt_index: int,
         inbox: Inbox,
         dispatcher: Placing,
-        clock: Clock,
+        clock: Timers,
         on_admitted: Callable[[], None],
     ) -> None:
         self._request = request
@@ -133,7 +133,7 @@ class Journey:
         """Whom the request's internal errors were laid to."""
         self._avoid: set[str] = set()
         self._started_at = 0.0
-        self._deadline: asyncio.TimerHandle | None = None
+        self._deadline: Timer | None = None
         self._has_ended = False
         self._has_prefilled = False
         self.num_cached_tokens = 0
@@ -143,7 +143,7 @@ class Journey:
         """Raises NotReady when there is no worker to begin with."""
         self._started_at = self._clock.now()
         if self._request.deadline_s is not None:
-            self._deadline = _call_later(self._request.deadline_s, self._expire)
+            self._deadline = self._clock.call_later(self._request.deadline_s, self._expire)
         leg = _Leg(self, self._request, list(range(len(self._outputs))), attempt=1)
         if not self._place(leg):
             self.stop()
@@ -236,7 +236,7 @@ class Journey:
             return
         for new in waiting:
             self._dispatcher.call_on_change(self._retry)
-            new.give_up_after(RECOVERY_S, lambda: self._fail(error))
+            new.gives_up_by(self._clock.call_later(RECOVERY_S, lambda: self._fail(error)))
 
     # --- inside -----------------------------------------------------------------------------------
 
@@ -320,10 +320,6 @@ class Journey:
             self._inbox.fail(error)
 
 
-def _call_later(delay_s: float, callback: Callable[[], None]) -> asyncio.TimerHandle:
-    return asyncio.get_running_loop().call_later(delay_s, callback)
-
-
 class _Leg:
     """One submission of some outputs: the sink that the session talks to."""
 
@@ -337,7 +333,7 @@ class _Leg:
         self._num_tokens_before = journey.num_tokens(output_indices)
         self._running = set(output_indices)
         self._placement: Placement | None = None
-        self._give_up: asyncio.TimerHandle | None = None
+        self._give_up: Timer | None = None
         self._phase = Phase.NEW
         self._has_failed = False
 
@@ -370,9 +366,9 @@ class _Leg:
             found.append(self.placement.decode_incarnation)
         return found
 
-    def give_up_after(self, delay_s: float, callback: Callable[[], None]) -> None:
-        """Unless it is placed before that."""
-        self._give_up = _call_later(delay_s, callback)
+    def gives_up_by(self, timer: Timer) -> None:
+        """It is cancelled when the leg is placed before it rings."""
+        self._give_up = timer
 
     def _waits_no_more(self) -> None:
         if self._give_up is not None:

@@ -12,6 +12,8 @@ import asyncio
 import selectors
 from typing import Any
 
+from common.clock import LoopTimers
+
 
 class Deadlock(Exception):
     """Every task waits and no deadline is left."""
@@ -42,7 +44,7 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         return self._jumping.now
 
 
-class LoopClock:
+class LoopClock(LoopTimers):
     """The `Clock` of code that runs on a loop."""
 
     def now(self) -> float:
