@@ -18,6 +18,7 @@ from common.scheduling.block_hash import HashChain, root_hash
 from common.scheduling.block_pool import BlockPool
 from common.scheduling.kv_cache import KvCache
 from common.scheduling.plan import StepPlan, StepResult
+from common.scheduling.prompt_pages import PromptNames
 from common.scheduling.prompt_queue import Prompt
 from common.types import SamplingParams
 from decode_worker.scheduler import BatchScheduler
@@ -156,7 +157,13 @@ def prefill_plan_s(num_waiting: int, num_blocks: int) -> float:
             priority=1 if number == 0 else 0,
         )
         full = [number.to_bytes(16, "little")] * (num_tokens // BLOCK_SIZE)
-        scheduler.add(prompt, full, b"open" * 4, 0, 0.0)
+        names = PromptNames(
+            num_tokens=num_tokens,
+            block_size=BLOCK_SIZE,
+            full=full,
+            open=b"open" * 4 if num_tokens % BLOCK_SIZE else None,
+        )
+        scheduler.add(prompt, names, 0, 0.0)
     times = []
     for _ in range(200):
         began = time.thread_time()

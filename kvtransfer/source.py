@@ -13,7 +13,7 @@ from enum import Enum, auto
 from common.errors import TandemError
 from common.messages import FirstTokens, PagesReady
 from common.scheduling.plan import PageKind
-from common.types import BlockId, PromptLogprobs, TokenLogprobs
+from common.types import BlockId
 
 
 class State(Enum):
@@ -46,12 +46,9 @@ class PagesFinished:
     pages: tuple[Page, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class PromptDone:
-    token_ids: tuple[int, ...]
-    logprobs: tuple[TokenLogprobs | None, ...]
-    num_cached_tokens: int
-    prompt_logprobs: PromptLogprobs | None = None
+    first_tokens: FirstTokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,8 +115,8 @@ class HandoffSource:
         match fact:
             case PagesFinished(pages=pages):
                 return self._announce(pages)
-            case PromptDone():
-                return self._first_tokens(fact)
+            case PromptDone(first_tokens=first_tokens):
+                return self._first_tokens(first_tokens)
             case PromptLost(error=error):
                 return self._end(EndStream(error=error))
             case Taken(blocks=blocks):
@@ -144,14 +141,8 @@ class HandoffSource:
             )
         ]
 
-    def _first_tokens(self, fact: PromptDone) -> list[Action]:
+    def _first_tokens(self, message: FirstTokens) -> list[Action]:
         self._move(State.HANDING_OVER)
-        message = FirstTokens(
-            token_ids=fact.token_ids,
-            logprobs=fact.logprobs,
-            num_cached_tokens=fact.num_cached_tokens,
-            prompt_logprobs=fact.prompt_logprobs,
-        )
         return [Send(message=message)]
 
     def _taken(self, blocks: tuple[int, ...]) -> list[Action]:

@@ -3,10 +3,11 @@
 from anyio.abc import TaskGroup
 
 from common.config import WorkerConfig
+from common.scheduling.block_hash import HashRoots
 from kvtransfer.nixl_transport import NixlTransport
-from prefill_worker.scheduler import PrefillScheduler
+from prefill_worker.core import PrefillCore
 from prefill_worker.service import PrefillService
-from worker.main import Assembly, Parts, run_worker, watched
+from worker.main import Assembly, Parts, context_of, run_worker
 
 
 def run(config: WorkerConfig) -> int:
@@ -16,21 +17,17 @@ def run(config: WorkerConfig) -> int:
 async def assemble(parts: Parts, group: TaskGroup) -> Assembly:
     transport = NixlTransport(parts.identity.incarnation, parts.runner.pool, parts.runner.landing)
     await transport.open()
-    scheduler = PrefillScheduler(
+    core = PrefillCore(
         parts.cache,
+        roots=HashRoots(parts.identity.model_fingerprint, parts.identity.block_size),
         chunk_tokens=parts.config.max_chunk_tokens,
         max_model_len=parts.sizes.max_model_len,
+        handoff_stall_s=parts.config.handoff_stall_s,
     )
     service = PrefillService(
-        identity=parts.identity,
-        scheduler=scheduler,
-        cache=parts.cache,
-        device=watched(parts, scheduler),
-        transport=transport,
-        clock=parts.clock,
-        metrics=parts.metrics,
-        events=parts.events,
-        unfit=parts.unfit,
+        context_of(parts, core.scheduler),
+        core,
+        transport,
         handoff_stall_s=parts.config.handoff_stall_s,
     )
     return Assembly(service=service, close=transport.close)

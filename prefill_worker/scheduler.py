@@ -12,12 +12,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from common.errors import ContextLengthExceeded, PromptTooLargeForPool, TandemError
+from common.messages import FirstTokens
 from common.scheduling.kv_cache import KvCache
 from common.scheduling.plan import PageKind, PrefillChunk, StepPlan, StepResult, TagOrder
+from common.scheduling.prompt_pages import PromptNames, PromptPage, prompt_pages
 from common.scheduling.prompt_queue import Prompt, PromptQueue
 from common.scheduling.step_fit import StepFit
 from common.scheduling.step_time import StepShape, StepTimes
-from common.types import BlockId, OutputKey, PromptLogprobs, TokenLogprobs
+from common.types import BlockId, OutputKey
 from kvtransfer.source import Page
 
 
@@ -31,10 +33,7 @@ class ChunkComputed:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptComputed:
     key: OutputKey
-    token_ids: tuple[int, ...]
-    logprobs: tuple[TokenLogprobs | None, ...]
-    num_cached_tokens: int
-    prompt_logprobs: PromptLogprobs | None = None
+    first_tokens: FirstTokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,12 +48,11 @@ Fact = ChunkComputed | PromptComputed | PromptFailed
 
 
 @dataclass(slots=True)
-class _Chain:
-    """Content hashes of a prompt's blocks, and how many of them were announced."""
+class _Pages:
+    """What a prompt's pages are called, and how many leading ones were handed out."""
 
-    full: list[bytes]
-    open: bytes | None
-    num_announced: int
+    names: PromptNames
+    num_handed_out: int
 
 
 class PrefillScheduler:
@@ -64,7 +62,7 @@ class PrefillScheduler:
         self._chunk_tokens = chunk_tokens
         self._max_model_len = max_model_len
         self._queue = PromptQueue(cache)
-        self._chains: dict[OutputKey, _Chain] = {}
+        self._pages: dict[OutputKey, _Pages] = {}
         self._in_flight: StepPlan | None = None
         self._has_stored = False
         self._aborted: dict[OutputKey, Prompt] = {}
@@ -102,8 +100,7 @@ class PrefillScheduler:
     def add(
         self,
         prompt: Prompt,
-        full_hashes: list[bytes],
-        open_hash: bytes | None,
+        names: PromptNames,
         num_held_blocks: int,
         now: float,
     ) -> None:
@@ -120,9 +117,7 @@ class PrefillScheduler:
                 f"the prompt has {prompt.num_tokens} tokens, the prefill worker's pool holds "
                 f"{self._cache.max_tokens}"
             )
-        self._chains[prompt.key] = _Chain(
-            full=full_hashes, open=open_hash, num_announced=num_held_blocks
-        )
+        self._pages[prompt.key] = _Pages(names, num_handed_out=num_held_blocks)
         self._queue.add(prompt, now)
 
     def plan(self, now: float) -> StepPlan | None:
@@ -204,90 +199,69 @@ class PrefillScheduler:
                 self._queue.remove(chunk.key)
             self._free(prompt)
             return [PromptFailed(key=chunk.key, error=result.failure(chunk.key))]
-        chain = self._chains[chunk.key]
+        names = self._pages[chunk.key].names
         end = chunk.start + chunk.num_tokens
         prompt.logprobs += [part for key, part in result.prompt_logprobs if key == chunk.key]
-        self._cache.name(prompt.table, chain.full, end // self._cache.block_size)
+        self._cache.name(prompt.table, names.full, end // self._cache.block_size)
         if not chunk.num_outputs:
             return []
         self._free(prompt)
         return [
             PromptComputed(
                 key=chunk.key,
-                token_ids=result.token_ids[rows],
-                logprobs=result.logprobs[rows],
-                num_cached_tokens=prompt.num_cached_tokens,
-                prompt_logprobs=prompt.prompt_logprobs,
+                first_tokens=FirstTokens(
+                    token_ids=result.token_ids[rows],
+                    logprobs=result.logprobs[rows],
+                    num_cached_tokens=prompt.num_cached_tokens,
+                    prompt_logprobs=prompt.prompt_logprobs,
+                ),
             )
         ]
 
     def _hand_out(self, chunk: PrefillChunk) -> ChunkComputed:
-        prompt = self._queue.get(chunk.key)
-        assert prompt is not None
-        end = chunk.start + chunk.num_tokens
-        pages = self._finished_pages(prompt, self._chains[chunk.key], end)
-        self._cache.hold((page.kind, page.block_id) for page in pages)
-        self._handed_out.update((page.kind, page.block_id) for page in pages)
-        return ChunkComputed(key=chunk.key, num_tokens=chunk.num_tokens, pages=pages)
-
-    def _finished_pages(self, prompt: Prompt, chain: _Chain, end: int) -> tuple[Page, ...]:
-        """Pages from the last announced block up to position `end`; the open block's only at the
-        prompt's end.
-        """
-        assert prompt.table is not None
-        num_full = end // self._cache.block_size
-        is_last = end == prompt.num_tokens
-        blocks = range(chain.num_announced, num_full + (is_last and chain.open is not None))
-        chain.num_announced = max(chain.num_announced, num_full)
-        return tuple(self._page(prompt, index, is_open=index == num_full) for index in blocks)
-
-    def _page(self, prompt: Prompt, index: int, *, is_open: bool) -> Page:
-        kind, block_id = self._where(prompt, index, is_open=is_open)
-        return Page(
-            index=index,
-            kind=kind,
-            block_id=block_id,
-            generation=self._cache.generation(kind, block_id),
+        """Pages from the last one handed out on."""
+        pages = self._pages[chunk.key]
+        first = pages.num_handed_out
+        finished = pages.names.finished_by(chunk.start + chunk.num_tokens)
+        pages.num_handed_out = max(first, finished)
+        handed_out = tuple(
+            Page(
+                index=page.index,
+                kind=page.kind,
+                block_id=page.block_id,
+                generation=self._cache.generation(page.kind, page.block_id),
+            )
+            for page in self._prompt_pages(chunk.key, first, finished)
         )
-
-    def _where(self, prompt: Prompt, index: int, *, is_open: bool) -> tuple[PageKind, BlockId]:
-        assert prompt.table is not None
-        if index == 0:
-            return PageKind.EXACT, prompt.table.block_ids[0]
-        if is_open:
-            assert prompt.table.tail is not None
-            return PageKind.EXACT, prompt.table.tail
-        return PageKind.PACKED, prompt.table.block_ids[index]
+        self._cache.hold((page.kind, page.block_id) for page in handed_out)
+        self._handed_out.update((page.kind, page.block_id) for page in handed_out)
+        return ChunkComputed(key=chunk.key, num_tokens=chunk.num_tokens, pages=handed_out)
 
     def _tags(self, chunk: PrefillChunk) -> Iterable[TagOrder]:
         """Every full block is tagged when it is finished: a later hit may hand it out."""
-        prompt = self._queue.get(chunk.key)
-        assert prompt is not None
-        chain = self._chains[chunk.key]
-        size = self._cache.block_size
-        end = chunk.start + chunk.num_tokens
-        for index in range(chunk.start // size, end // size):
-            yield self._tag(prompt, index, chain.full[index], size, is_open=False)
-        if end == prompt.num_tokens and chain.open is not None:
-            yield self._tag(prompt, end // size, chain.open, end % size, is_open=True)
+        names = self._pages[chunk.key].names
+        first = chunk.start // self._cache.block_size
+        finished = names.finished_by(chunk.start + chunk.num_tokens)
+        for page in self._prompt_pages(chunk.key, first, finished):
+            yield TagOrder(
+                kind=page.kind,
+                block_id=page.block_id,
+                content_hash=page.content_hash,
+                num_tokens=page.num_tokens,
+                generation=self._cache.generation(page.kind, page.block_id),
+            )
 
-    def _tag(
-        self, prompt: Prompt, index: int, content_hash: bytes, num_tokens: int, *, is_open: bool
-    ) -> TagOrder:
-        kind, block_id = self._where(prompt, index, is_open=is_open)
-        return TagOrder(
-            kind=kind,
-            block_id=block_id,
-            content_hash=content_hash,
-            num_tokens=num_tokens,
-            generation=self._cache.generation(kind, block_id),
-        )
+    def _prompt_pages(self, key: OutputKey, first: int, end: int) -> list[PromptPage]:
+        prompt = self._queue.get(key)
+        assert prompt is not None
+        assert prompt.table is not None
+        return prompt_pages(prompt.table, self._pages[key].names, first, end)
 
     def _free(self, prompt: Prompt) -> None:
         if prompt.table is not None:
             self._cache.free(prompt.table)
             self._drops.append(prompt.key)
-        del self._chains[prompt.key]
+        del self._pages[prompt.key]
 
     def check_invariants(self) -> None:
         self._queue.check_invariants()
@@ -296,4 +270,4 @@ class PrefillScheduler:
             prompt.table.pages() for prompt in self._aborted.values() if prompt.table is not None
         ]
         self._cache.check_invariants([*held, self._handed_out.elements()])
-        assert set(self._chains) == {p.key for p in self._queue} | set(self._aborted)
+        assert set(self._pages) == {p.key for p in self._queue} | set(self._aborted)

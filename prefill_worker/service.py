@@ -1,17 +1,16 @@
-"""The prefill worker's shell: hand-off streams on one side, the device on the other, the scheduler
-between.
+"""The prefill worker's shell: carries out over gRPC, and on the device, what core.py decides.
 
-    Handoff stream -> add -> [plan, device, apply] -> facts -> HandoffSource -> actions -> stream
+    Handoff stream -> core.begin, core.receive -> actions -> stream
+    step loop      -> core.plan -> device -> core.stored, core.apply -> actions -> streams
 
-Each stream has one `HandoffSource`; its actions are performed here, at once and in order. The
-stream's end, however it comes about, ends the source, and that frees.
+Actions are carried out at once and in order. The stream's end, however it comes about, ends the
+hand-off, and that frees.
 """
 
 import asyncio
 import logging
-import math
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -19,55 +18,25 @@ import anyio
 import numpy as np
 from numpy.typing import NDArray
 
-from common.clock import Clock
-from common.device import Device
-from common.errors import (
-    Draining,
-    MalformedMessage,
-    PrefillLost,
-    PullFailed,
-    TandemError,
-)
-from common.events import EventLog
+from common.errors import Draining, MalformedMessage, PrefillLost, TandemError
 from common.messages import (
     PROTOCOL_VERSION,
-    GenerateRequest,
     HandoffRequest,
     LinkReply,
     LinkRequest,
-    PagesTaken,
     Working,
 )
 from common.request_checks import checked_tokens
 from common.rpc import Handler, Stream
-from common.scheduling.block_hash import HashChain, HashRoots
-from common.scheduling.kv_cache import KvCache
 from common.scheduling.plan import StepPlan
-from common.scheduling.prompt_queue import Prompt, shareable
 from common.shared_params import joined
 from common.types import OutputKey
-from kvtransfer.source import (
-    AbortPrompt,
-    Action,
-    EndStream,
-    Fact,
-    HandoffSource,
-    PagesFinished,
-    PeerFinished,
-    PromptDone,
-    PromptLost,
-    Release,
-    Send,
-    StreamLost,
-    Taken,
-)
 from kvtransfer.transport import Transport
-from prefill_worker.scheduler import ChunkComputed, PrefillScheduler, PromptComputed, PromptFailed
-from prefill_worker.scheduler import Fact as SchedulerFact
+from prefill_worker.core import Action, EndStream, NoteChunk, NoteFirstTokens, PrefillCore, Send
 from prefill_worker.wanted_params import WantedParams
-from worker.metrics import WorkerMetrics
+from worker.context import WorkerContext
 from worker.self_check import SelfCheck
-from worker.watch import HEARTBEAT_S, Identity, Load, WatchService
+from worker.watch import HEARTBEAT_S, WatchService
 
 log = logging.getLogger(__name__)
 
@@ -77,59 +46,54 @@ MIN_HEARTBEAT_S = 0.5
 
 @dataclass(slots=True, eq=False)
 class _Handoff:
+    """What is on its way to a receiver."""
+
     key: OutputKey
-    request: GenerateRequest
-    arrival: float
-    source: HandoffSource = field(default_factory=HandoffSource)
     outbox: deque[object] = field(default_factory=deque)
     wake: asyncio.Event = field(default_factory=asyncio.Event)
-    has_ended: bool = False
-    error: TandemError | None = None
-    stall: anyio.CancelScope = field(default_factory=anyio.CancelScope)
-    num_chunks: int = 0
-    num_held_tokens: int = 0
-    """Leading ones that the receiver has in its own prefix cache."""
-    was_aborted: bool = False
-    heartbeat_s: float = 0.0
-    """How often the receiver wants to hear something; 0: it does not know `Working`."""
+    sending: anyio.CancelScope = field(default_factory=anyio.CancelScope)
+    end: EndStream | None = None
+
+    def put(self, message: object) -> None:
+        self.outbox.append(message)
+        self.wake.set()
+
+    def ends(self, end: EndStream) -> None:
+        self.end = end
+        self.wake.set()
+        if end.at_once:
+            self.sending.cancel()
 
 
 class PrefillService:
     def __init__(
         self,
-        *,
-        identity: Identity,
-        scheduler: PrefillScheduler,
-        cache: KvCache,
-        device: Device,
+        context: WorkerContext,
+        core: PrefillCore,
         transport: Transport,
-        clock: Clock,
-        metrics: WorkerMetrics,
-        events: EventLog,
-        unfit: Callable[[str], None],
+        *,
         handoff_stall_s: float,
     ) -> None:
-        """`unfit` is called with the reason when the worker must not serve any more."""
-        self._identity = identity
-        self._scheduler = scheduler
-        self._cache = cache
-        self._device = device
+        self._identity = context.identity
+        self._device = context.device
+        self._clock = context.clock
+        self._metrics = context.metrics
+        self._events = context.events
+        self._core = core
         self._transport = transport
-        self._clock = clock
-        self._metrics = metrics
-        self._events = events
-        self._handoff_stall_s = handoff_stall_s
-        self._wanted_params = WantedParams(identity.vocab_size, handoff_stall_s)
-        self._roots = HashRoots(identity.model_fingerprint, identity.block_size)
+        self._wanted_params = WantedParams(self._identity.vocab_size, handoff_stall_s)
         self._handoffs: dict[OutputKey, _Handoff] = {}
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
-        self._num_handoffs = 0
-        self.watch = WatchService(identity, self._load, cache.feed)
+        self.watch = WatchService(self._identity, core.load, context.cache.feed)
         self._check = SelfCheck(
-            device=device, cache=cache, clock=clock, watch=self.watch, give_up=unfit
+            device=self._device,
+            cache=context.cache,
+            clock=self._clock,
+            watch=self.watch,
+            give_up=context.unfit,
         )
-        metrics.watch_load(self._load)
+        self._metrics.watch_load(core.load)
 
     def handlers(self) -> dict[str, Handler]:
         return {
@@ -139,27 +103,17 @@ class PrefillService:
             "SelfTest": self._check.serve,
         }
 
-    def _load(self) -> Load:
-        return Load(
-            blocks=self._cache.load,
-            running=self._scheduler.num_running,
-            waiting=self._scheduler.num_waiting,
-            num_queued_tokens=self._scheduler.num_queued_tokens,
-            max_prompt_tokens=min(self._identity.max_model_len, self._cache.max_tokens),
-            chunk_tokens=self._scheduler.chunk_tokens,
-            step_times=self._scheduler.step_times,
-        )
-
     async def drained(self) -> None:
         """Returns when no hand-off is left. Nothing new is taken from now on."""
         self.watch.drain()
-        while self._handoffs:
-            self._idle.clear()
-            await self._idle.wait()
+        await self._emptied()
 
     async def leave(self) -> None:
         """Whatever is still here goes elsewhere: decode workers are told that this one leaves."""
         self._give_back(Draining("this prefill worker is shutting down"))
+        await self._emptied()
+
+    async def _emptied(self) -> None:
         while self._handoffs:
             self._idle.clear()
             await self._idle.wait()
@@ -171,9 +125,7 @@ class PrefillService:
             self._give_back(PrefillLost(f"this prefill worker hangs: {fault}"))
 
     def _give_back(self, error: TandemError) -> None:
-        for handoff in list(self._handoffs.values()):
-            self._on(handoff, PromptLost(error=error))
-            self._scheduler.abort(handoff.key)
+        self._perform(self._core.give_back_all(error, self._clock.now()))
 
     # --- steps ------------------------------------------------------------------------------------
 
@@ -185,7 +137,7 @@ class PrefillService:
     async def _run_steps(self) -> None:
         """The step loop: decide, do, decide again. Sleeps while there is nothing to do."""
         while True:
-            plan = self._scheduler.plan(self._clock.now())
+            plan = self._core.plan(self._clock.now())
             if plan is None:
                 self._changed()
                 self._wake.clear()
@@ -199,14 +151,11 @@ class PrefillService:
             result = await self._device.execute(plan, partial(self._stored, plan))
             self._metrics.step.observe(result.duration_s)
             self._check.saw(result)
-            for fact in self._scheduler.apply(plan, result, self._clock.now()):
-                self._on_scheduler(fact)
+            self._perform(self._core.apply(plan, result, self._clock.now()))
             self._changed()
 
     def _stored(self, plan: StepPlan) -> None:
-        """Pages are on their way while the logits are computed."""
-        for fact in self._scheduler.stored(plan):
-            self._on_scheduler(fact)
+        self._perform(self._core.stored(plan, self._clock.now()))
 
     def _woken(self) -> None:
         """Something changed that the step loop should look at, and routers should know."""
@@ -217,40 +166,25 @@ class PrefillService:
         self._metrics.handoffs.set(len(self._handoffs))
         self.watch.changed()
 
-    def _on_scheduler(self, fact: SchedulerFact) -> None:
-        handoff = self._handoffs.get(fact.key)
-        match fact:
-            case ChunkComputed(pages=pages, num_tokens=num_tokens):
-                self._metrics.prompt_tokens.inc(num_tokens)
-                if handoff is None:
-                    self._scheduler.release((page.kind, page.block_id) for page in pages)
-                    return
-                self._events.record(
-                    "pages_ready",
-                    key=fact.key,
-                    chunk=handoff.num_chunks,
-                    blocks=[page.index for page in pages],
-                )
-                handoff.num_chunks += 1
-                self._on(handoff, PagesFinished(pages=pages))
-            case PromptComputed() if handoff is not None:
-                self._metrics.output_tokens.inc(len(fact.token_ids))
-                # what the decode worker holds itself, it has counted
-                own = fact.num_cached_tokens - handoff.num_held_tokens
-                self._metrics.cached_tokens.inc(max(0, own))
-                self._metrics.ttft.observe(self._clock.now() - handoff.arrival)
-                self._events.record("first_tokens", key=fact.key)
-                self._on(
-                    handoff,
-                    PromptDone(
-                        token_ids=fact.token_ids,
-                        logprobs=fact.logprobs,
-                        num_cached_tokens=fact.num_cached_tokens,
-                        prompt_logprobs=fact.prompt_logprobs,
-                    ),
-                )
-            case PromptFailed() if handoff is not None:
-                self._on(handoff, PromptLost(error=fact.error))
+    def _perform(self, actions: Iterable[Action]) -> None:
+        for action in actions:
+            match action:
+                case Send(key=key, message=message):
+                    self._handoffs[key].put(message)
+                case EndStream(key=key):
+                    self._handoffs[key].ends(action)
+                case NoteChunk(key=key):
+                    self._metrics.prompt_tokens.inc(action.num_tokens)
+                    if key in self._handoffs:
+                        blocks = list(action.blocks)
+                        self._events.record(
+                            "pages_ready", key=key, chunk=action.number, blocks=blocks
+                        )
+                case NoteFirstTokens(key=key):
+                    self._metrics.output_tokens.inc(action.num_tokens)
+                    self._metrics.cached_tokens.inc(action.num_cached_tokens)
+                    self._metrics.ttft.observe(action.seconds)
+                    self._events.record("first_tokens", key=key)
 
     # --- hand-offs --------------------------------------------------------------------------------
 
@@ -278,74 +212,42 @@ class PrefillService:
     ) -> None:
         if message.request.sampling.grammar is not None:
             await self._device.prepare(message.request.sampling.grammar)
-        handoff = self._begin(message, token_ids)
+        chain = self._core.chain(message.request.cache_salt, token_ids)
+        key = self._core.begin(message, token_ids, chain, self._clock.now())
+        handoff = self._handoffs[key] = _Handoff(key)
+        self._events.record("handoff_began", key=key, num_tokens=len(token_ids))
+        self._woken()
         try:
-            await self._exchange(handoff, stream)
+            await self._exchange(handoff, stream, message.heartbeat_s)
         except TandemError as error:
             self._metrics.errors.labels(error.code).inc()
             raise
         finally:
             # whatever happened: nothing stays held
-            self._on(handoff, StreamLost())
-            del self._handoffs[handoff.key]
-            self._metrics.finished.labels(_how_it_ended(handoff)).inc()
+            how_it_ended = self._core.end(key, self._clock.now())
+            del self._handoffs[key]
+            self._metrics.finished.labels(how_it_ended).inc()
             self._idle.set()
             self._woken()
             self._changed()
 
-    def _begin(self, message: HandoffRequest, token_ids: NDArray[np.int32]) -> _Handoff:
-        """Puts the prompt in line. Raises when it can never be computed here."""
-        request = message.request
-        self._num_handoffs += 1
-        # numbered, since a retry may come before its first try is forgotten
-        key = f"{request.request_id}#{self._num_handoffs}"
-        if not 0 <= message.num_held_blocks <= (len(token_ids) - 1) // self._identity.block_size:
-            raise MalformedMessage("num_held_blocks is out of range")
-        chain = HashChain(self._roots.root(request.cache_salt), self._identity.block_size)
-        chain.extend(token_ids)
-        prompt = Prompt(
-            key=key,
-            token_ids=token_ids,
-            num_prompt_tokens=request.num_prompt_tokens,
-            sampling=request.sampling,
-            hashes=shareable(
-                chain.full, len(token_ids), self._identity.block_size, request.sampling
-            ),
-            output_index=request.output_index,
-            priority=request.priority,
-            client=request.client,
-        )
-        now = self._clock.now()
-        self._scheduler.add(prompt, chain.full, chain.open, message.num_held_blocks, now)
-        handoff = self._handoffs[key] = _Handoff(
-            key=key,
-            request=request,
-            arrival=now,
-            num_held_tokens=message.num_held_blocks * self._identity.block_size,
-            heartbeat_s=max(MIN_HEARTBEAT_S, message.heartbeat_s) if message.heartbeat_s else 0.0,
-        )
-        self._events.record("handoff_began", key=key, num_tokens=len(token_ids))
-        self._woken()
-        return handoff
-
-    async def _exchange(self, handoff: _Handoff, stream: Stream) -> None:
-        """Until the source has ended and everything is sent."""
+    async def _exchange(self, handoff: _Handoff, stream: Stream, heartbeat_s: float) -> None:
+        """Until the core has ended it and everything is sent. A receiver that gives no interval
+        does not know `Working`.
+        """
         async with anyio.create_task_group() as group:
             group.start_soon(self._receive, handoff, stream)
-            if handoff.heartbeat_s > 0:
-                group.start_soon(self._beat, handoff)
-            with handoff.stall:
+            group.start_soon(self._watch_receiver, handoff)
+            if heartbeat_s:
+                group.start_soon(self._beat, handoff, max(MIN_HEARTBEAT_S, heartbeat_s))
+            with handoff.sending:
                 await self._send(handoff, stream)
             group.cancel_scope.cancel()
-        if handoff.stall.cancelled_caught and not handoff.has_ended:
-            handoff.error = PullFailed(
-                f"the receiver took no page for {self._handoff_stall_s:g} s; the hand-off was ended"
-            )
-        if handoff.error is not None:
-            raise handoff.error
+        if handoff.end is not None and handoff.end.error is not None:
+            raise handoff.end.error
 
     async def _send(self, handoff: _Handoff, stream: Stream) -> None:
-        while handoff.outbox or not handoff.has_ended:
+        while handoff.outbox or handoff.end is None:
             if not handoff.outbox:
                 handoff.wake.clear()
                 await handoff.wake.wait()
@@ -353,55 +255,35 @@ class PrefillService:
             try:
                 await stream.send(handoff.outbox.popleft())
             except TandemError:
-                self._on(handoff, StreamLost())
+                self._heard(self._core.lost(handoff.key, self._clock.now()))
                 return
 
-    async def _beat(self, handoff: _Handoff) -> None:
+    async def _beat(self, handoff: _Handoff, every_s: float) -> None:
         """Says that this worker is there, while the prompt waits and is computed."""
         while True:
-            handoff.outbox.append(Working())
-            handoff.wake.set()
-            await anyio.sleep(handoff.heartbeat_s)
+            handoff.put(Working())
+            await self._clock.sleep(every_s)
+
+    async def _watch_receiver(self, handoff: _Handoff) -> None:
+        while handoff.end is None:
+            await self._clock.sleep(self._core.stall_in_s(handoff.key, self._clock.now()))
+            self._heard(self._core.stalled(handoff.key, self._clock.now()))
 
     async def _receive(self, handoff: _Handoff, stream: Stream) -> None:
         while True:
             try:
                 message = await stream.receive()
             except TandemError:
-                self._on(handoff, StreamLost())
+                self._heard(self._core.lost(handoff.key, self._clock.now()))
                 return
-            if message is None:
-                self._on(handoff, PeerFinished())
+            self._heard(self._core.receive(handoff.key, message, self._clock.now()))
+            if message is None or handoff.end is not None:
                 return
-            if not isinstance(message, PagesTaken):
-                self._on(handoff, PromptLost(error=MalformedMessage("expected PagesTaken")))
-                self._scheduler.abort(handoff.key)
-                return
-            self._on(handoff, Taken(blocks=message.blocks))
 
-    def _on(self, handoff: _Handoff, fact: Fact) -> None:
-        self._perform(handoff, handoff.source.on(fact))
-        is_waiting_for_peer = bool(handoff.source.held)
-        # (the loop's time: this runs in callbacks too, where anyio knows no task)
-        now = asyncio.get_running_loop().time()
-        handoff.stall.deadline = now + self._handoff_stall_s if is_waiting_for_peer else math.inf
-
-    def _perform(self, handoff: _Handoff, actions: Iterable[Action]) -> None:
-        for action in actions:
-            match action:
-                case Send(message=message):
-                    handoff.outbox.append(message)
-                case Release(pages=pages):
-                    self._scheduler.release(pages)
-                    self._woken()
-                case AbortPrompt():
-                    handoff.was_aborted = True
-                    self._scheduler.abort(handoff.key)
-                    self._woken()
-                case EndStream(error=error):
-                    handoff.error = error
-                    handoff.has_ended = True
-            handoff.wake.set()
+    def _heard(self, actions: Iterable[Action]) -> None:
+        """Pages may have come free."""
+        self._perform(actions)
+        self._woken()
 
     async def _serve_link(self, stream: Stream) -> None:
         message = await stream.receive()
@@ -423,9 +305,3 @@ class PrefillService:
                 heartbeat_s=HEARTBEAT_S,
             )
         )
-
-
-def _how_it_ended(handoff: _Handoff) -> str:
-    if handoff.error is not None:
-        return "error"
-    return "abort" if handoff.was_aborted else "done"

@@ -34,6 +34,7 @@ from engine.device_thread import DeviceThread
 from engine.runner import ModelRunner
 from engine.start import EngineDevice, Sizes, open_runner, overlaps_steps, plan_memory
 from engine.weights import model_fingerprint
+from worker.context import WorkerContext
 from worker.metrics import WorkerMetrics
 from worker.watch import Identity, new_incarnation
 from worker.watched_device import StepBounds, WatchedDevice
@@ -108,6 +109,18 @@ def watched(parts: Parts, steps: Steps) -> WatchedDevice:
         may_compile=parts.runner.pool.packed.is_cuda,
     )
     return WatchedDevice(parts.device, parts.watch.job, bounds)
+
+
+def context_of(parts: Parts, steps: Steps) -> WorkerContext:
+    return WorkerContext(
+        identity=parts.identity,
+        device=watched(parts, steps),
+        cache=parts.cache,
+        clock=parts.clock,
+        metrics=parts.metrics,
+        events=parts.events,
+        unfit=parts.unfit,
+    )
 
 
 Assemble = Callable[[Parts, TaskGroup], Awaitable[Assembly]]

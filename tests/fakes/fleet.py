@@ -34,6 +34,7 @@ from common.messages import (
 )
 from common.pages import TAG_BYTES, PageTag, checksum
 from common.rpc import Stream
+from common.scheduling.block_hash import HashRoots
 from common.scheduling.kv_cache import KvCache
 from common.scheduling.plan import LandingMove, LandingResult, PageKind, StepPlan, StepResult
 from common.scheduling.step_time import StepShape, StepTimes
@@ -45,11 +46,12 @@ from decode_worker.scheduler import BatchScheduler
 from decode_worker.service import DecodeService
 from kvtransfer.landing import LandingZone
 from kvtransfer.memory_transport import MemoryFabric, MemoryTransport
-from prefill_worker.scheduler import PrefillScheduler
+from prefill_worker.core import PrefillCore
 from prefill_worker.service import PrefillService
 from tests.fakes.hash_model import LAYOUT_FINGERPRINT, VOCAB_SIZE, HashRunner
 from tests.fakes.memory_network import MemoryNetwork
 from tests.fakes.virtual_time import LoopClock
+from worker.context import WorkerContext
 from worker.metrics import WorkerMetrics
 from worker.watch import Identity
 from worker.watched_device import StepBounds, WatchedDevice
@@ -291,20 +293,20 @@ class Fleet:
         transport: Any,
         _: int,
     ) -> Worker:
-        scheduler = PrefillScheduler(
-            parts["cache"], chunk_tokens=s.get("chunk_tokens", 64), max_model_len=MAX_MODEL_LEN
+        stall_s = s.get("handoff_stall_s", 30.0)
+        core = PrefillCore(
+            parts["cache"],
+            roots=HashRoots(parts["identity"].model_fingerprint, parts["identity"].block_size),
+            chunk_tokens=s.get("chunk_tokens", 64),
+            max_model_len=MAX_MODEL_LEN,
+            handoff_stall_s=stall_s,
         )
-        service = PrefillService(
-            scheduler=scheduler,
-            transport=transport,
-            handoff_stall_s=s.get("handoff_stall_s", 30.0),
-            **parts,
-        )
+        service = PrefillService(WorkerContext(**parts), core, transport, handoff_stall_s=stall_s)
         return Worker(
             address=address,
             identity=parts["identity"],
             cache=parts["cache"],
-            scheduler=scheduler,
+            scheduler=core.scheduler,
             service=service,
             device=device,
             runner=device.runner,

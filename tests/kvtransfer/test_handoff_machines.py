@@ -51,7 +51,7 @@ def page(index: int) -> Page:
     return Page(index=index, kind=kind, block_id=100 + index, generation=index + 1)
 
 
-DONE = PromptDone(token_ids=(7,), logprobs=(None,), num_cached_tokens=0)
+DONE = PromptDone(FirstTokens(token_ids=(7,), logprobs=(None,), num_cached_tokens=0))
 
 
 def test_pages_are_announced_in_order_and_let_go_when_taken() -> None:

@@ -14,6 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from common.scheduling.fair_line import FairLine
 from common.scheduling.kv_cache import KvCache
+from common.scheduling.prompt_pages import PromptNames
 from common.scheduling.prompt_queue import Prompt, PromptQueue
 from common.scheduling.step_time import StepShape, StepTimes
 from common.types import SamplingParams
@@ -429,8 +430,7 @@ def test_the_same_prompts_in_line_at_a_prefill_worker_all_end() -> None:
         wanted.add(f"p{number}")
         s.add(
             prompt(f"p{number}", num_tokens, client=rng.choice("abc"), priority=rng.randrange(2)),
-            chain.full,
-            chain.open,
+            PromptNames.of(chain, num_tokens, BLOCK),
             0,
             0.01 * number,
         )

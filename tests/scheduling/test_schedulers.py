@@ -15,6 +15,7 @@ from common.messages import GenerateRequest, pack_tokens
 from common.scheduling.block_hash import HashChain, root_hash
 from common.scheduling.kv_cache import KvCache
 from common.scheduling.plan import StepPlan, StepResult
+from common.scheduling.prompt_pages import PromptNames
 from common.scheduling.prompt_queue import Prompt, PromptQueue, shareable
 from common.types import FinishReason, SamplingParams
 from decode_worker.entries import Facts
@@ -437,7 +438,7 @@ def add_prompt(s: PrefillScheduler, key: str, tokens: list[int]) -> None:
         sampling=SamplingParams(max_tokens=4),
         hashes=shareable(chain.full, len(tokens), BLOCK),
     )
-    s.add(prompt, chain.full, chain.open, 0, 0.0)
+    s.add(prompt, PromptNames.of(chain, prompt.num_tokens, BLOCK), 0, 0.0)
 
 
 def test_pages_are_handed_out_before_the_samples_are_there() -> None:
@@ -526,7 +527,7 @@ class PrefillMachine(RuleBasedStateMachine):
         )
         held = min(held, (num_tokens - 1) // BLOCK)
         try:
-            self.s.add(prompt, chain.full, chain.open, held, self.now)
+            self.s.add(prompt, PromptNames.of(chain, prompt.num_tokens, BLOCK), held, self.now)
         except PromptTooLargeForPool:
             return
         self.lengths[key] = -(-num_tokens // BLOCK) - held
