@@ -81,7 +81,7 @@ class PrefillService:
         self._events = context.events
         self._core = core
         self._transport = transport
-        self._wanted_params = WantedParams(self._identity.vocab_size, handoff_stall_s)
+        self._wanted_params = WantedParams(self._identity.vocab_size, handoff_stall_s, self._clock)
         self._handoffs: dict[OutputKey, _Handoff] = {}
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import anyio
 
+from common.clock import Clock
 from common.errors import MalformedMessage, PullFailed
 from common.messages import ShareParams, WantParams
 from common.rpc import Stream
@@ -22,9 +23,10 @@ class _Wanted:
 
 
 class WantedParams:
-    def __init__(self, vocab_size: int, within_s: float) -> None:
+    def __init__(self, vocab_size: int, within_s: float, clock: Clock) -> None:
         self._table = SharedTable(vocab_size)
         self._within_s = within_s
+        self._clock = clock
         self._wanted: dict[str, _Wanted] = {}
 
     def __len__(self) -> int:
@@ -48,7 +50,7 @@ class WantedParams:
                 self._table.drop(key)
 
     async def _ask(self, key: str, stream: Stream) -> None:
-        with anyio.move_on_after(self._within_s):
+        with self._clock.deadline(self._within_s):
             await stream.send(WantParams(key=key))
             message = await stream.receive()
             if not isinstance(message, ShareParams) or message.key != key:

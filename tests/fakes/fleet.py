@@ -183,6 +183,7 @@ class Worker:
     metrics: WorkerMetrics
     scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
     zone: LandingZone | None = None
+    num_handoffs: Callable[[], int] = lambda: 0
 
     def check(self) -> None:
         self.scheduler.check_invariants()
@@ -310,6 +311,7 @@ class Fleet:
             service=service,
             device=device,
             runner=device.runner,
+            num_handoffs=lambda: core.num_handoffs,
             metrics=parts["metrics"],
         )
 

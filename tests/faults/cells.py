@@ -235,7 +235,7 @@ class World:
             for worker in self.workers.workers.values()
             if worker.identity.role is role
             and (
-                worker.scheduler.num_running + worker.scheduler.num_waiting or _has_handoffs(worker)
+                worker.scheduler.num_running + worker.scheduler.num_waiting or worker.num_handoffs()
             )
         ]
         return found[0] if found else None
@@ -349,10 +349,6 @@ class World:
 
     def _later(self, seconds: float, function: Callable[..., Any], *arguments: Any) -> None:
         asyncio.get_running_loop().call_later(seconds, lambda: function(*arguments))
-
-
-def _has_handoffs(worker: Worker) -> bool:
-    return bool(getattr(worker.service, "_handoffs", {}))
 
 
 @asynccontextmanager

@@ -38,7 +38,7 @@ from router.fleet.session import Session
 from tests.fakes.fleet import Fleet, Worker, fleet
 from tests.fakes.hash_model import VOCAB_SIZE, expected_tokens
 from tests.fakes.router import router
-from tests.fakes.virtual_time import VirtualTimeLoop
+from tests.fakes.virtual_time import LoopClock, VirtualTimeLoop
 
 NUM_PROMPTS = 8
 BIAS = tuple((i % VOCAB_SIZE, (i % 7) / 2) for i in range(5_000))
@@ -280,7 +280,7 @@ def test_a_session_tells_once_and_takes_back_at_the_end() -> None:
 
 def test_one_hand_off_asks_for_all_and_another_takes_its_place_when_it_fails() -> None:
     async def main() -> None:
-        wanted = WantedParams(VOCAB_SIZE, within_s=5.0)
+        wanted = WantedParams(VOCAB_SIZE, 5.0, LoopClock())
         gone = Recorded(InvalidRequest("the stream broke"))
         answers = Recorded(LargeParams.of(LARGE).message("k"))
         silent = Recorded()
@@ -310,7 +310,7 @@ def test_one_hand_off_asks_for_all_and_another_takes_its_place_when_it_fails() -
 
 def test_another_message_than_the_parameters_is_nonsense() -> None:
     async def main() -> None:
-        wanted = WantedParams(VOCAB_SIZE, within_s=5.0)
+        wanted = WantedParams(VOCAB_SIZE, 5.0, LoopClock())
         other = HandoffRequest(request=request(), incarnation="x", num_held_blocks=0)
         for stream in (Recorded(other), Recorded(ShareParams(key="another"))):
             with pytest.raises(MalformedMessage):
