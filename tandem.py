@@ -6,17 +6,17 @@ Imports are lazy, so that the router's process never loads torch and --help is q
 import importlib
 import sys
 
-from common.config import (
+from commands.config import (
     CalibrateConfig,
     CertsConfig,
-    Command,
     DemoModelConfig,
     PlanConfig,
     QualityConfig,
     ServeConfig,
-    parse,
 )
+from commands.table import parse
 from common.errors import ConfigError, UnsupportedModel
+from common.options import Command
 
 PACKAGES = {"router": "router", "prefill": "prefill_worker", "decode": "decode_worker"}
 

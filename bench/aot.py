@@ -27,7 +27,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from common.pages import CODECS, TAG_BYTES, ElementKind, PageLayout
+from common.codecs import CODECS, ElementKind
+from common.pages import TAG_BYTES, PageLayout
 from engine.kernels.gpu import checksum, landing, matmul, norm, quantise, sampling, swiglu
 from engine.kernels.gpu.attention import attention_kernel, rows_of, step_of
 from engine.kernels.gpu.codec import page_constants

@@ -19,8 +19,8 @@ from pathlib import Path
 import numpy as np
 
 from commands.demo_model import NAME
-from common.config import DEFAULT_KV_CODEC, home
-from common.pages import CODECS
+from common.codecs import CODECS, DEFAULT_KV_CODEC
+from common.environment import home
 from common.scheduling.plan import OutputStart, PrefillChunk, StepPlan
 from common.types import SamplingParams
 from engine.runner import ModelRunner, load_runner

@@ -34,7 +34,7 @@ from rich.table import Table
 from bench import gpu_handoff, gpu_model, gpu_worker
 from bench.gpu_kernels import CASES, Case, Setting, error_of
 from bench.gpu_steps import BLOCK_SIZE, CHECKED, LLAMA_8B, SMOKE, Shape, layout_of
-from common.config import DEFAULT_KV_CODEC
+from common.codecs import DEFAULT_KV_CODEC
 from common.model_config import ModelConfig
 from engine.backend import FP8_CAPABILITY
 from engine.cuda_graphs import CudaCapture

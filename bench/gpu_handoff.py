@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from bench.gpu_steps import BLOCK_SIZE, LLAMA_8B, SMOKE, Shape, blocks_of, filled_pool, layout_of
-from common.config import DEFAULT_KV_CODEC
+from common.codecs import DEFAULT_KV_CODEC
 from common.messages import LinkReply
 from common.pages import TAG_BYTES, PageLayout, PageTag
 from common.scheduling.plan import PageKind

@@ -21,7 +21,7 @@ from bench.gpu_steps import (
     mixed_batch,
     offsets_of,
 )
-from common.config import DEFAULT_KV_CODEC
+from common.codecs import DEFAULT_KV_CODEC
 from common.pages import TAG_BYTES, PageLayout
 from engine.batch import MAX_RUN_TOKENS, StepBatch
 from engine.device_inputs import DeviceStep, InputBuffer, columns_of

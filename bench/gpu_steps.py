@@ -6,7 +6,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from common.pages import PageLayout, codec_named
+from common.codecs import codec_named
+from common.pages import PageLayout
 from engine.batch import ITEM_FIELDS, MAX_RUN_TOKENS, RUN_FIELDS, StepBatch
 from engine.kernels.offsets import Offsets
 from engine.pools import PageArena

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from bench.engine import PROMPT_TOKENS, engine_bench
-from common.config import DEFAULT_KV_CODEC
+from common.codecs import DEFAULT_KV_CODEC
 
 BATCH, NUM_STEPS, NUM_ROUNDS = 16, 8, 5
 

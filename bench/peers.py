@@ -29,7 +29,7 @@ from bench.load import percentile, random_prompt, run_load
 from bench.serve import CONCURRENCY, FLEETS, NUM_REQUESTS, OUTPUT_TOKENS, PROMPT_TOKENS
 from bench.serving import free_port, serving, wait_for
 from commands.demo_model import prepare
-from common.config import home
+from common.environment import home
 
 COLOCATED = ("1 colocated", "1 colocated, chunks of 512")
 """Of `bench serve`'s fleets: peers compute on all cores, too."""

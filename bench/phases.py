@@ -18,7 +18,8 @@ import torch
 
 from bench.engine import PROMPT_TOKENS, Bench
 from commands.demo_model import NAME
-from common.config import DEFAULT_KV_CODEC, home
+from common.codecs import DEFAULT_KV_CODEC
+from common.environment import home
 from common.scheduling.plan import (
     LandingMove,
     OutputStart,

@@ -19,7 +19,8 @@ from typing import Any
 from bench.load import Seen, random_prompt, run_load
 from bench.serving import Launched, serving
 from commands.demo_model import NAME
-from common.config import DEFAULT_KV_CODEC, home
+from common.codecs import DEFAULT_KV_CODEC
+from common.environment import home
 from common.errors import ConfigError
 from common.model_config import ModelConfig
 from common.scheduling.step_time import StepTimes

@@ -21,7 +21,7 @@ import httpx
 
 from bench.serving import free_port, wait_for
 from commands.demo_model import prepare
-from common.config import home
+from common.environment import home
 from common.messages import (
     Admitted,
     Cancel,

@@ -7,7 +7,7 @@ from pathlib import Path
 from safetensors.torch import load_file, save_file
 
 from commands.demo_model import prepare
-from common.config import home
+from common.environment import home
 
 COPIED = (
     "tokenizer.json",

@@ -39,7 +39,8 @@ from rich.table import Table
 from bench.load import Seen, percentile, random_prompt, run_load
 from bench.serving import serving
 from commands.demo_model import NAME
-from common.config import DEFAULT_KV_CODEC, home
+from common.codecs import DEFAULT_KV_CODEC
+from common.environment import home
 from common.model_config import ModelConfig
 from common.pages import PageLayout
 from common.scheduling.kv_cache import KvCache

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from common.config import home
+from common.environment import home
 
 MODULES = (
     *("argparse", "ast", "bdb", "calendar", "configparser", "csv", "dataclasses", "difflib"),

@@ -4,7 +4,8 @@ import hashlib
 from collections.abc import Callable
 from pathlib import Path
 
-from common.config import CalibrateConfig, available_cores
+from commands.config import CalibrateConfig
+from common.environment import available_cores
 from common.model_config import ModelConfig
 from engine.calibration import CHUNK_TOKENS, measure, read_tokens, spread
 from engine.offsets import means_hash, save_means

@@ -3,7 +3,7 @@
 import subprocess
 from pathlib import Path
 
-from common.config import CertsConfig
+from commands.config import CertsConfig
 from common.errors import ConfigError
 from common.internal_tls import check_readable
 from common.rpc import TLS_NAME

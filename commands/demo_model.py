@@ -26,7 +26,8 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from common.config import DemoModelConfig, home
+from commands.config import DemoModelConfig
+from common.environment import home
 from common.errors import ConfigError
 from common.pages import OFFSETS_FILE
 

@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from common.config import PlanConfig
+from commands.config import PlanConfig
 from common.errors import ConfigError
 from simulator.deployment import AUTO, BLOCK_SIZE, GpuSite, MeasuredSite, Site
 from simulator.fit import load

@@ -18,10 +18,11 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from common.config import QualityConfig, available_cores
+from commands.config import QualityConfig
+from common.codecs import codec_named
+from common.environment import available_cores
 from common.errors import ConfigError
 from common.model_config import ModelConfig
-from common.pages import codec_named
 from engine.calibration import read_tokens, spread
 from engine.compare import BUCKET, Candidate, Engines, Interval, Quality, measure
 from engine.tasks import Accuracy, accuracy_of, read_tasks

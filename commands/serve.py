@@ -24,11 +24,13 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
+from commands.config import ServeConfig
 from commands.demo_model import prepare_calibrated
 from commands.restarts import MAX_RESTARTS, WITHIN_S, Restarts
 from common.addresses import split_address
-from common.config import ServeConfig, available_cores, child_environment, flag, home
+from common.environment import available_cores, child_environment, home
 from common.errors import ConfigError
+from common.options import flag
 
 PR_SET_PDEATHSIG = 1
 READY_INTERVAL_S = 0.1

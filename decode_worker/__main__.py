@@ -6,7 +6,6 @@ import logging
 
 from anyio.abc import TaskGroup
 
-from common.config import WorkerConfig
 from common.device import Device
 from common.internal_tls import InternalTls
 from common.rpc import connect
@@ -17,6 +16,7 @@ from decode_worker.pull import Puller
 from decode_worker.scheduler import BatchScheduler
 from decode_worker.service import DecodeService
 from kvtransfer.landing import LandingZone
+from worker.config import WorkerConfig
 from worker.main import Assembly, Parts, run_worker, watched
 
 log = logging.getLogger(__name__)

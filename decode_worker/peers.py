@@ -13,8 +13,8 @@ from collections.abc import Awaitable, Callable, Sequence
 import anyio
 
 from common.addresses import split_address
-from common.config import WorkerConfig
 from common.errors import ConfigError, PrefillLost
+from worker.config import WorkerConfig
 
 Resolve = Callable[[str, int], Awaitable[list[str]]]
 

@@ -83,6 +83,16 @@ class Backend(Protocol):
         ...
 
 
+def device_named(name: str) -> str:
+    """cpu or cuda, of what `--device` says. Raises ConfigError where that is not here."""
+    has_cuda = torch.cuda.is_available()
+    if name == "cuda" and not has_cuda:
+        raise ConfigError("--device cuda: torch finds no CUDA device here")
+    if name == "auto":
+        return "cuda" if has_cuda else "cpu"
+    return name
+
+
 def load_cpu(
     model_dir: str | Path,
     config: ModelConfig,

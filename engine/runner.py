@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import torch
 
-from common.config import DEFAULT_KV_CODEC
+from common.codecs import DEFAULT_KV_CODEC, codec_named
 from common.errors import ConfigError
 from common.model_config import ModelConfig
-from common.pages import TAG_BYTES, PageLayout, PageTag, codec_named, tag_mismatch
+from common.pages import TAG_BYTES, PageLayout, PageTag, tag_mismatch
 from common.scheduling.plan import (
     LandingMove,
     LandingResult,

@@ -2,11 +2,11 @@
 
 from anyio.abc import TaskGroup
 
-from common.config import WorkerConfig
 from common.scheduling.block_hash import HashRoots
 from kvtransfer.nixl_transport import NixlTransport
 from prefill_worker.core import PrefillCore
 from prefill_worker.service import PrefillService
+from worker.config import WorkerConfig
 from worker.main import Assembly, Parts, context_of, run_worker
 
 

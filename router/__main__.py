@@ -7,11 +7,11 @@ import sys
 import anyio
 import anyio.lowlevel
 
-from common.config import RouterConfig
 from common.errors import ConfigError, UnsupportedModel
 from common.internal_tls import InternalTls
 from common.process import until_signal
 from common.rpc import connect
+from router.config import RouterConfig
 from router.wiring import open_router
 
 log = logging.getLogger(__name__)

@@ -16,7 +16,7 @@ import anyio.to_thread
 
 from common.addresses import listen
 from common.clock import MonotonicClock
-from common.config import RouterConfig, keys_of_environment
+from common.environment import keys_of_environment
 from common.errors import Draining
 from common.internal_tls import check_pair, check_readable
 from common.limits import MAX_BODY_BYTES
@@ -28,6 +28,7 @@ from router.admission.admission import Admission
 from router.admission.keys import KeyRing, read_priorities
 from router.api.app import HttpServer, make_app, make_server
 from router.api.grpc_front import GrpcFront, open_grpc
+from router.config import RouterConfig
 from router.fleet.discovery import Discovery
 from router.fleet.dispatch import Dispatcher
 from router.fleet.fleet import Fleet

@@ -9,13 +9,14 @@ import re
 from collections.abc import Iterator
 from dataclasses import Field
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Any
 
 from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.registry import Collector
 
+from commands.table import COMMANDS
 from common import limits
-from common.config import COMMANDS, flag, option_fields, option_type
+from common.options import CommandSpec, flag
 from router.admission.admission import Admission
 from router.fleet.fleet import Fleet
 from router.fleet.metrics import RouterMetrics
@@ -36,27 +37,21 @@ def options() -> str:
         "Flags win over the file, the file over the defaults. An unknown key is an error.",
         "",
     ]
-    for command, (_, text) in COMMANDS.items():
+    for command, spec in COMMANDS.items():
+        text = spec.summary
         lines += [f"## tandem {command}", "", f"{text[:1].upper()}{text[1:]}.", ""]
         lines += ["| option | default | |", "|---|---|---|"]
-        lines += [_row(command, entry) for entry in option_fields(command).values()]
+        lines += [_row(spec, entry) for entry in spec.fields().values()]
         lines.append("")
     return "\n".join(lines)
 
 
-def _row(command: str, entry: Field[Any]) -> str:
+def _row(spec: CommandSpec, entry: Field[Any]) -> str:
     about = entry.metadata
-    value = about.get("metavar") or "|".join(map(str, _choices(option_type(command, entry.name))))
+    value = about.get("metavar") or "|".join(map(str, spec.choices_of(entry.name)))
     name = f"`{flag(entry.name)} {value}`" if value else f"`{flag(entry.name)}`"
     default = about.get("shown") or _shown(entry.default)
     return f"| {_cell(name)} | {_cell(str(default))} | {_cell(about['help'])} |"
-
-
-def _choices(kind: Any) -> tuple[Any, ...]:
-    """The values of a Literal, None left out."""
-    if get_origin(kind) is Literal:
-        return get_args(kind)
-    return next((found for inner in get_args(kind) if (found := _choices(inner))), ())
 
 
 def _shown(default: Any) -> str:

@@ -8,10 +8,10 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Final, Protocol
 
-from common.config import DEFAULT_KV_CODEC, MAX_AUTO_CHUNK
+from common.codecs import DEFAULT_KV_CODEC, codec_named
 from common.errors import ConfigError
 from common.model_config import ModelConfig
-from common.pages import PageLayout, codec_named
+from common.pages import PageLayout
 from common.scheduling.kv_cache import KvCache
 from common.scheduling.plan import PageKind
 from common.scheduling.step_time import StepTimes
@@ -21,6 +21,7 @@ from simulator.costs import CostModel, FittedCosts, Roofline
 from simulator.fit import linear_of
 from simulator.hardware import Gpu
 from simulator.host import WorkerSetup
+from worker.config import MAX_AUTO_CHUNK
 
 BLOCK_SIZE: Final = 16
 MIN_BLOCKS: Final = 64

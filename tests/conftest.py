@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from commands import demo_model as demo
-from common.config import home
+from common.environment import home
 
 os.environ.setdefault("TRITON_INTERPRET", "1")  # read when Triton is first imported
 

@@ -14,18 +14,21 @@ from pathlib import Path
 
 import pytest
 
+from commands.config import ServeConfig
 from commands.restarts import Restarts
 from commands.serve import ChildPlan, check_free, free_ports, in_words, plan_children, worker_ports
-from common.config import ServeConfig, available_cores, command_line_parser
+from commands.table import COMMANDS
+from common.environment import available_cores
 from common.errors import ConfigError
+from common.options import command_line_parser
 
 ROOT = Path(__file__).resolve().parent.parent
 FAKE = ROOT / "tests" / "fake_process.py"
 SERVE_FAKES = """
 import sys
-from common import config
+from commands.table import parse
 from commands import serve as launcher
-command = config.parse(sys.argv[2:])
+command = parse(sys.argv[2:])
 sys.exit(launcher.run(command.config, command.config_file, (sys.executable, sys.argv[1])))
 """
 DEADLINE_S = 30.0
@@ -357,6 +360,6 @@ def test_workers_listen_where_they_are_told_to(taken: str) -> None:
 
 def test_version_is_that_of_the_distribution(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as found:
-        command_line_parser().parse_args(["--version"])
+        command_line_parser(COMMANDS).parse_args(["--version"])
     assert found.value.code == 0
     assert capsys.readouterr().out == f"tandem {metadata.version('tandem-serve')}\n"

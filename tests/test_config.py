@@ -3,27 +3,18 @@
 import json
 from dataclasses import FrozenInstanceError
 from pathlib import Path
-from typing import Literal, get_args, get_origin
+from typing import get_origin
 
 import pytest
 
+from commands.config import ServeConfig
+from commands.table import COMMANDS, parse
 from common.addresses import split_address
-from common.config import (
-    COMMANDS,
-    RouterConfig,
-    ServeConfig,
-    WorkerConfig,
-    build,
-    command_line_parser,
-    default_text,
-    flag,
-    home,
-    option_fields,
-    option_type,
-    parse,
-    without_none,
-)
+from common.environment import home
 from common.errors import ConfigError
+from common.options import build, command_line_parser, default_text, flag
+from router.config import RouterConfig
+from worker.config import WorkerConfig
 
 
 @pytest.fixture
@@ -64,28 +55,28 @@ def test_a_flag_wins_over_toml_and_toml_over_the_default(model: str, tmp_path: P
 def test_toml_may_hold_every_option_under_the_flag_s_name(model: str, tmp_path: Path) -> None:
     for command in COMMANDS:
         lines = [f"[{command}]"]
-        for port, name in enumerate(option_fields(command)):
+        for port, name in enumerate(COMMANDS[command].fields()):
             lines.append(f"{flag(name)[2:]} = {toml_literal(command, name, model, port)}")
         assert parse([command, "--config", toml(tmp_path, "\n".join(lines))]).name == command
 
 
 def toml_literal(command: str, name: str, model: str, port: int) -> str:
     """A permitted value of the option's type."""
-    core = without_none(option_type(command, name))
-    default = option_fields(command)[name].default
+    core, choices = COMMANDS[command].type_of(name), COMMANDS[command].choices_of(name)
+    default = COMMANDS[command].fields()[name].default
     if core is bool:
         return "true"
     if core in (int, float):
         return str(default if isinstance(default, int | float) else core(0.5) or 64)
-    if get_origin(core) is Literal:
-        return json.dumps(get_args(core)[0])
+    if choices:
+        return json.dumps(choices[0])
     if name == "prefill_peers":  # of decode workers only, and not of colocated ones
         return "[]"
     if get_origin(core) is tuple:
-        is_codecs = option_fields(command)[name].metadata["metavar"] == "CODEC,..."
+        is_codecs = COMMANDS[command].fields()[name].metadata["metavar"] == "CODEC,..."
         return '["fp8_e3m4", "bf16"]' if is_codecs else '["127.0.0.1:7", "localhost:8"]'
     shapes = {"HOST:PORT": f"127.0.0.1:{9000 + port}", "DIR": model, "N|auto": "auto"}
-    return json.dumps(shapes.get(option_fields(command)[name].metadata["metavar"], "text"))
+    return json.dumps(shapes.get(COMMANDS[command].fields()[name].metadata["metavar"], "text"))
 
 
 def test_chunks_are_a_number_or_auto(model: str, tmp_path: Path) -> None:
@@ -201,10 +192,10 @@ def test_a_table_of_another_command_is_read_by_that_command_only(tmp_path: Path)
 def test_help_shows_every_option_with_its_default(capsys: pytest.CaptureFixture[str]) -> None:
     for command in COMMANDS:
         with pytest.raises(SystemExit) as exit_:
-            command_line_parser().parse_args([command, "--help"])
+            command_line_parser(COMMANDS).parse_args([command, "--help"])
         assert exit_.value.code == 0
         text = " ".join(capsys.readouterr().out.split())
-        for name, entry in option_fields(command).items():
+        for name, entry in COMMANDS[command].fields().items():
             assert flag(name) in text
             assert f"({default_text(entry)})" in text
 
@@ -242,4 +233,4 @@ def test_a_file_for_results_needs_its_folder_before_the_work_begins(
     if command == "quality":
         given["text"] = "x"
     with pytest.raises(ConfigError, match=f"--{name} .*there is no directory"):
-        build(command, given)
+        build(COMMANDS, command, given)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from commands.certificates import make_certificates
-from common.config import CertsConfig
+from commands.config import CertsConfig
 from common.errors import ConfigError, NotAllowed, WorkerLost
 from common.internal_tls import FILES, InternalTls, may_call
 from common.messages import Watch

@@ -17,7 +17,6 @@ from anyio.abc import TaskGroup
 
 from common.addresses import join_address, split_address
 from common.clock import Clock, MonotonicClock
-from common.config import WorkerConfig
 from common.errors import ConfigError, InternalError, TandemError, UnsupportedModel
 from common.events import EventLog, open_events
 from common.internal_tls import InternalTls, may_call
@@ -30,12 +29,14 @@ from common.scheduling.step_time import StepTimes
 from common.types import Role
 from common.watch_thread import UNFIT, WatchThread
 from common.watchdog import START_BOUND_S
+from engine.device import EngineDevice
 from engine.device_thread import DeviceThread
 from engine.runner import ModelRunner
-from engine.start import EngineDevice, Sizes, open_runner, overlaps_steps, plan_memory
 from engine.weights import model_fingerprint
+from worker.config import WorkerConfig
 from worker.context import WorkerContext
 from worker.metrics import WorkerMetrics
+from worker.start import Sizes, open_runner, overlaps_steps, plan_memory
 from worker.watch import Identity, new_incarnation
 from worker.watched_device import StepBounds, WatchedDevice
 

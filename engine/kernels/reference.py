@@ -8,7 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.pages import ElementKind, PageLayout, checksum
+from common.codecs import ElementKind
+from common.pages import PageLayout, checksum
 from engine.kernels.offsets import Offsets
 
 NEUTRAL_SCALE = 127

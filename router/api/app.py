@@ -15,7 +15,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from common.addresses import join_address, split_address
-from common.config import tandem_version
+from common.environment import tandem_version
 from common.errors import InternalError, MethodNotAllowed, NotFound, TandemError
 from common.metrics_server import QuietServer
 from router.api.anthropic.messages import CountTokens, MessagesEndpoint

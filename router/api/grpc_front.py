@@ -16,7 +16,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from common.addresses import listen
-from common.config import tandem_version
+from common.environment import tandem_version
 from common.errors import (
     Cancelled,
     ConfigError,

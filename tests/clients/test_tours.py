@@ -14,7 +14,7 @@ import pytest
 
 from bench.serving import Launched, free_port, serving
 from commands.demo_model import prepare
-from common.config import home
+from common.environment import home
 from tests.router.fake_worker import FakeWorker
 from tests.router.stack import Stack
 

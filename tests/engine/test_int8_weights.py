@@ -11,7 +11,6 @@ import torch
 from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 
-from common.config import WorkerConfig
 from common.errors import ConfigError, UnsupportedModel
 from engine.backend import StepLimits, load_gpu
 from engine.int8_weights import int8_panels, int8_values
@@ -22,6 +21,7 @@ from tests.engine.conftest import MakeRunner, make_runner
 from tests.engine.driver import Driver
 from tests.engine.test_same_bits import Outcome, in_batch, prompt_of
 from tests.engine.tiny_models import TinyModel, make_tiny_model
+from worker.config import WorkerConfig
 from worker.main import layout_text
 
 SIZES: dict[str, Any] = {"hidden_size": 80, "intermediate_size": 624}

@@ -6,17 +6,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from common.codecs import CODECS, ElementKind, codec_named
 from common.errors import ConfigError
-from common.pages import (
-    CODECS,
-    TAG_BYTES,
-    ElementKind,
-    PageLayout,
-    PageTag,
-    checksum,
-    codec_named,
-    tag_mismatch,
-)
+from common.pages import TAG_BYTES, PageLayout, PageTag, checksum, tag_mismatch
 from common.scheduling.plan import PageKind
 from engine.kernels import reference
 from engine.pools import PageArena

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from commands import calibrate, quality
-from common.config import CalibrateConfig, QualityConfig
+from commands.config import CalibrateConfig, QualityConfig
 from common.errors import ConfigError, UnsupportedModel
 from common.model_config import ModelConfig
 from common.pages import NO_FINGERPRINT, OFFSETS_FILE

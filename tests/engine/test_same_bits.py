@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from common.pages import CODECS
+from common.codecs import CODECS
 from common.scheduling.plan import PageKind
 from tests.engine.conftest import make_runner
 from tests.engine.driver import Driver

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import tandem
-from common.config import parse
+from commands.table import parse
 from common.events import EventLog
 from common.rpc import GrpcPeer, GrpcStream
 from common.scheduling.plan import PageKind

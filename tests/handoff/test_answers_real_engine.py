@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from commands.demo_model import prepare
-from common.config import home
+from common.environment import home
 from common.messages import Failed
 from common.types import FinishReason, PromptLogprobs, Role, SamplingParams, TokenLogprobs
 from engine.runner import ModelRunner, load_runner

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from commands.demo_model import prepare
-from common.config import home
+from common.environment import home
 from common.types import Role, SamplingParams
 from engine.runner import ModelRunner, load_runner
 from tests.fakes.fleet import Fleet, Outputs, fleet

@@ -7,7 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.pages import PageLayout, codec_named
+from common.codecs import codec_named
+from common.pages import PageLayout
 from engine.kernels import reference
 from engine.kernels.cpu.attention import attention
 from engine.pools import PageArena

@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from common.codecs import codec_named
 from common.errors import LayoutMismatch
-from common.pages import PageLayout, codec_named
+from common.pages import PageLayout
 from engine.kernels import reference
 from engine.kernels.gpu.convert import PageSet, block_moves, convert_pages
 from engine.kernels.offsets import Offsets

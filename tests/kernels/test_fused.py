@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from common.pages import PageLayout, codec_named
+from common.codecs import codec_named
+from common.pages import PageLayout
 from engine.kernels import reference
 from engine.kernels.gpu.norm import rms_norm
 from engine.kernels.gpu.store import rotate_and_store

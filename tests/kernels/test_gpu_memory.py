@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 import torch
 
+from common.codecs import codec_named
 from common.errors import ConfigError, InternalError
 from common.model_config import ModelConfig
-from common.pages import PageLayout, codec_named
+from common.pages import PageLayout
 from engine.backend import PoolShare, StepLimits
 from engine.cuda_graphs import Capture
 from engine.gpu_memory import MARGIN_BYTES, MemoryUse, largest_step, open_gpu, pool_size

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from numba import njit
 from torch import Tensor
 
-from common.pages import CODECS as CODEC_TABLE
-from common.pages import ElementKind, PageLayout, codec_named
+from common.codecs import CODECS as CODEC_TABLE
+from common.codecs import ElementKind, codec_named
+from common.pages import PageLayout
 from common.scheduling.plan import PageKind
 from engine.kernels import reference
 from engine.kernels.cpu import pages as cpu_pages

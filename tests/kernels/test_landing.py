@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from common.pages import TAG_BYTES, PageLayout, PageTag, checksum, codec_named
+from common.codecs import codec_named
+from common.pages import TAG_BYTES, PageLayout, PageTag, checksum
 from common.scheduling.plan import PageKind
 from engine.kernels.cpu.landing import land as cpu_land
 from engine.kernels.gpu.landing import land as gpu_land

@@ -9,7 +9,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from common.pages import PageLayout, codec_named
+from common.codecs import codec_named
+from common.pages import PageLayout
 from engine.kernels import reference
 from engine.kernels.gpu.attention import attention
 from engine.kernels.gpu.decode import Partials, decode_attention

@@ -15,7 +15,7 @@ import anyio
 import httpx
 import uvloop
 
-from common.config import RouterConfig
+from router.config import RouterConfig
 from router.text.tokenizer import load_tokenizer
 from router.wiring import Router, open_router
 from tests.router.fake_worker import FakeWorker

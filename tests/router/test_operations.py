@@ -17,9 +17,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from common.addresses import listen
-from common.config import RouterConfig
 from common.errors import ConfigError, InternalError
 from common.types import Role
+from router.config import RouterConfig
 from router.fleet.discovery import Discovery
 from router.fleet.dispatch import Dispatcher
 from router.fleet.fleet import Fleet

@@ -2,8 +2,9 @@
 
 from typing import Any
 
+from common.codecs import codec_named
 from common.model_config import ModelConfig
-from common.pages import PageLayout, codec_named
+from common.pages import PageLayout
 from common.scheduling.step_time import StepTimes
 from common.types import Role
 from engine.pool_size import landing_of, pool_of

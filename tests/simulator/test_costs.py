@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from common.codecs import codec_named
 from common.errors import ConfigError
-from common.pages import PageLayout, codec_named
+from common.pages import PageLayout
 from common.scheduling.step_time import StepShape, StepTimes, num_pairs
 from simulator.costs import FittedCosts, ModelSize, Roofline
 from simulator.fit import Sample, fit, linear_of, load, relative_errors, save

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 import tandem
-from common.config import PlanConfig, parse
+from commands.config import PlanConfig
+from commands.table import parse
 from common.errors import ConfigError
 from common.types import Role
 from simulator.deployment import AUTO, Deployment, GpuSite, kv_concurrency

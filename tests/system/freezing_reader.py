@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import tandem
-from common.config import parse
+from commands.table import parse
 from kvtransfer.nixl_transport import NixlTransport
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import tandem
-from common.config import parse
+from commands.table import parse
 from common.watch_thread import WatchThread
 from engine.runner import ModelRunner
 

@@ -17,7 +17,7 @@ from bench.cluster import Cluster, cluster
 from bench.load import random_prompt
 from bench.serving import wait_for
 from commands.demo_model import prepare
-from common.config import home
+from common.environment import home
 from tests.system.streams import Stream, undisturbed
 
 LONG = random_prompt(7000, seed=1)

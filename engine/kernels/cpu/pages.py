@@ -14,7 +14,8 @@ import numpy as np
 from numba import njit, types
 from torch import Tensor
 
-from common.pages import ElementKind, PageLayout
+from common.codecs import ElementKind
+from common.pages import PageLayout
 from engine.kernels.cpu.simd import (
     add,
     bits_of,

@@ -12,7 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from common.pages import ElementKind, PageLayout
+from common.codecs import ElementKind
+from common.pages import PageLayout
 from engine.kernels.gpu.codec import (
     block_offset,
     load_exact,

@@ -1,38 +1,23 @@
-"""From a worker's configuration to a running engine: how much memory the pools get, and the
-device's thread.
+"""From a worker's configuration to a running engine: how much memory the pools get.
 
     plan = plan_memory(config, model)                     # decide
     runner, sizes = open_runner(config, plan, incarnation)  # do: read weights, allocate, self-test
 
 How many blocks fit a GPU is only known when its weights are loaded and a step has been tried.
-
-`EngineDevice` is the seam that workers hold: plans and landings go to the one thread that owns the
-device.
 """
 
-import asyncio
-import logging
 import os
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import anyio
-import torch
-
-from common.config import WorkerConfig
-from common.device import LoopCall
-from common.errors import ConfigError, InternalError
+from common.codecs import codec_named
+from common.errors import ConfigError
 from common.model_config import ModelConfig
-from common.pages import PageLayout, codec_named
-from common.scheduling.plan import LandingMove, LandingResult, StepPlan, StepResult
-from common.types import BlockId
-from engine.backend import PoolShare
-from engine.device_thread import DeviceThread
+from common.pages import PageLayout
+from engine.backend import PoolShare, device_named
 from engine.padding import padded
 from engine.pool_size import PoolSize, landing_of, pool_of
-from engine.runner import ModelRunner, Runner, load_runner
-
-log = logging.getLogger(__name__)
+from engine.runner import ModelRunner, load_runner
+from worker.config import WorkerConfig
 
 CPU_MEMORY_SHARE = 0.08
 """Of the memory that is free at start: several workers, their weights and the rest of the machine
@@ -64,49 +49,11 @@ class MemoryPlan:
     device: str
 
 
-class EngineDevice:
-    """Executes plans and landings of one runner on its thread."""
-
-    def __init__(
-        self, thread: DeviceThread, runner: Runner, *, overlaps_steps: bool = False
-    ) -> None:
-        """`overlaps_steps`: a plan may be handed in while another one is executed. On a GPU it is
-        launched before that one's tokens are read.
-        """
-        self._thread = thread
-        self._runner = runner
-        self.overlaps_steps = overlaps_steps
-
-    async def execute(
-        self, plan: StepPlan, on_stored: Callable[[], None] | None = None
-    ) -> StepResult:
-        if on_stored is None and self.overlaps_steps:
-            launched = await self._thread.run(self._runner.launch, plan)
-            return await anyio.to_thread.run_sync(launched.result)
-        if on_stored is None:
-            return await self._thread.run(self._runner.execute, plan)
-        told = LoopCall(on_stored)
-        result = await self._thread.run(self._runner.execute, plan, told)
-        told.check()
-        return result
-
-    async def land(self, moves: Sequence[LandingMove]) -> LandingResult:
-        return await self._thread.run_first(self._runner.land, moves)
-
-    async def prepare(self, grammar: str) -> None:
-        try:
-            await asyncio.wrap_future(self._runner.prepare(grammar))
-        except Exception as error:  # the library's own: a tokenizer that it cannot read, say
-            log.error("a grammar cannot be compiled: %s", error)
-            raise InternalError("a grammar cannot be compiled; see the worker's log") from None
-
-    async def self_test(self, block_ids: tuple[BlockId, ...], tail: BlockId) -> None:
-        await self._thread.run(self._runner.self_test_on, block_ids, tail)
-
-
 def plan_memory(config: WorkerConfig, model: ModelConfig) -> MemoryPlan:
     """Raises ConfigError when what was asked for does not fit the model or the machine."""
-    device = _device(config)
+    device = device_named(config.device)
+    if device == "cpu" and config.gpu_memory_utilization is not None:
+        raise ConfigError("--gpu-memory-utilization needs a GPU; size the pool with --kv-blocks")
     if config.max_model_len is not None and config.max_model_len > model.max_position_embeddings:
         raise ConfigError(
             f"--max-model-len is {config.max_model_len}, the model has "
@@ -185,16 +132,6 @@ def open_runner(
         max_model_len=plan.max_model_len,
         self_test_s=self_test_s,
     )
-
-
-def _device(config: WorkerConfig) -> str:
-    has_cuda = torch.cuda.is_available()
-    if config.device == "cuda" and not has_cuda:
-        raise ConfigError("--device cuda: torch finds no CUDA device here")
-    device = config.device if config.device != "auto" else ("cuda" if has_cuda else "cpu")
-    if device == "cpu" and config.gpu_memory_utilization is not None:
-        raise ConfigError("--gpu-memory-utilization needs a GPU; size the pool with --kv-blocks")
-    return device
 
 
 def _cpu_blocks(layout: PageLayout) -> int:
