@@ -10,7 +10,8 @@ from common.config import tandem_version
 from common.errors import MethodNotAllowed
 from router.api.kserve.http import kserve_error
 from router.api.openapi import document
-from router.fleet.fleet import Fleet, Worker
+from router.fleet.fleet import Fleet
+from router.fleet.worker import Worker
 from router.generation.service import TextService
 from router.reading.json_body import shortened
 from router.server.exchange import Endpoint, Exchange

@@ -27,10 +27,11 @@ from common.watch_thread import until_silent
 from common.watchdog import Silence
 from router.fleet.breaker import State
 from router.fleet.dispatch import Dispatcher
-from router.fleet.fleet import Fleet, Worker
+from router.fleet.fleet import Fleet
 from router.fleet.interleave import Interleave
 from router.fleet.reach import Reach
 from router.fleet.session import Session
+from router.fleet.worker import Worker
 
 log = logging.getLogger(__name__)
 

@@ -18,9 +18,10 @@ from common.addresses import split_address
 from common.clock import Clock
 from router.fleet.contact import Contact
 from router.fleet.dispatch import Dispatcher
-from router.fleet.fleet import Fleet, Worker
+from router.fleet.fleet import Fleet
 from router.fleet.interleave import Interleave
 from router.fleet.reach import Reach
+from router.fleet.worker import Worker
 
 log = logging.getLogger(__name__)
 

@@ -2,8 +2,8 @@
 
 A protocol's own format (`read_response_format`) and vLLM's `guided_*` and `structured_outputs` say
 the same things in different words; one of them may be given. They are taken as they are, which is
-quick; the compiler (router/grammar/compiler.py) makes llguidance's own text of them in a process of its
-own, so a wrong one is the client's error and no worker sees it.
+quick; the compiler (router/grammar/compiler.py) makes llguidance's own text of them in a process of
+its own, so a wrong one is the client's error and no worker sees it.
 """
 
 import dataclasses

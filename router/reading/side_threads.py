@@ -8,6 +8,8 @@ from typing import TypeVar
 import anyio
 import anyio.to_thread
 
+from common.errors import TandemError
+
 T = TypeVar("T")
 
 MAX_THREADS = 4
@@ -23,7 +25,18 @@ class SideThreads:
     async def run(self, work: Callable[[], T]) -> T:
         if self._limiter is None:
             self._limiter = anyio.CapacityLimiter(self._max_threads)
-        return await anyio.to_thread.run_sync(work, limiter=self._limiter)
+
+        def result() -> tuple[T] | TandemError:
+            try:
+                return (work(),)
+            except TandemError as error:
+                # with its traceback it would hold the request until the next full collection
+                return error.with_traceback(None)
+
+        found = await anyio.to_thread.run_sync(result, limiter=self._limiter)
+        if isinstance(found, TandemError):
+            raise found
+        return found[0]
 
     async def run_if(self, is_large: bool, work: Callable[[], T]) -> T:
         """In a thread only where that is worth it."""

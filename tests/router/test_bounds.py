@@ -171,7 +171,7 @@ def test_t05_large_bodies_are_parsed_beside_the_loop(
         threads.append(threading.current_thread().name)
         return parse_json_object(body)
 
-    monkeypatch.setattr("router.reading.json_body.parse_json_object", watched)
+    monkeypatch.setattr("router.server.bodies.parse_json_object", watched)
     loop = stack.do(lambda: threading.current_thread().name)
     assert stack.complete("a", max_tokens=1).status_code == 200
     assert stack.complete("a" * LARGE_BODY_BYTES, max_tokens=1).status_code in (200, 400)
