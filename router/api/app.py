@@ -33,6 +33,8 @@ from router.server.exchange import (
     Endpoint,
     Exchange,
     error_body,
+    headers_of,
+    request_id_of,
 )
 from router.server.http_protocol import HttpProtocol
 
@@ -149,8 +151,8 @@ async def _explain(service: TextService, request: Request, error: Exception) -> 
     status = error.status_code if isinstance(error, HTTPException) else 500
     method, path = request.method, shortened(request.url.path)
     found: TandemError = InternalError("internal error")
-    exchange = Exchange(request.scope, request.receive, request._send, service.new_request_id)
-    headers = {"x-request-id": exchange.request_id}
+    request_id = request_id_of(headers_of(request.scope), service.new_request_id)
+    headers = {"x-request-id": request_id}
     if status == 404:
         found = NotFound(f"there is no {path} here")
     elif status == 405:

@@ -8,7 +8,7 @@ arises.
 import json
 import math
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 import anyio
@@ -36,16 +36,24 @@ _SLICE = 128
 _TYPES = {401: "authentication_error", 429: "rate_limit_error", 499: "cancelled"}
 
 
+def request_id_of(headers: Mapping[str, bytes], new_request_id: Callable[[], str]) -> str:
+    """The client's own, where it is usable."""
+    given = headers.get("x-request-id", b"").decode("latin-1")
+    return given if _REQUEST_ID.fullmatch(given) else new_request_id()
+
+
+def headers_of(scope: Scope) -> dict[str, bytes]:
+    return {name.decode("latin-1"): value for name, value in scope["headers"]}
+
+
 class Exchange:
     def __init__(
         self, scope: Scope, receive: Receive, send: Send, new_request_id: Callable[[], str]
     ) -> None:
         self._receive = receive
         self._send = send
-        self._headers = {name.decode("latin-1"): value for name, value in scope["headers"]}
-        given = self.header("x-request-id")
-        is_usable = given is not None and _REQUEST_ID.fullmatch(given) is not None
-        self.request_id = given if given is not None and is_usable else new_request_id()
+        self._headers = headers_of(scope)
+        self.request_id = request_id_of(self._headers, new_request_id)
         self.has_started = False
         self.key: Key | None = scope.get(KEY_IN_SCOPE)
         self.peer: str = (scope.get("client") or ("",))[0]
