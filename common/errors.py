@@ -252,6 +252,15 @@ BY_CODE: dict[str, type[TandemError]] = _leaves(TandemError)
 BY_CODE["internal_error"] = InternalError
 
 
+def first_of(group: BaseExceptionGroup[TandemError]) -> TandemError:
+    """The error that ended a group of tasks."""
+    found: BaseException = group
+    while isinstance(found, BaseExceptionGroup):
+        found = found.exceptions[0]
+    assert isinstance(found, TandemError)
+    return found
+
+
 def from_code(code: str, message: str, retry_after_s: float | None = None) -> TandemError:
     """The error another process sent. An unknown code (a newer peer) becomes `InternalError`."""
     return BY_CODE.get(code, InternalError)(message, retry_after_s=retry_after_s)

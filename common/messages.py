@@ -87,6 +87,9 @@ class PoolLoad:
     free: int
     cached: int
     held: int
+    num_packed: int = 0
+    """Of each kind, out of the total; 0: a worker of before, which does not say."""
+    num_exact: int = 0
 
 
 @wire_message

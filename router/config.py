@@ -16,7 +16,7 @@ from common.options import (
     option,
 )
 from common.shared_options import LogLevel, PrefillWhere
-from router.text.parts import REASONING_PARSERS, TOOL_PARSERS
+from router.text.parsers import REASONING_PARSERS, TOOL_PARSERS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,6 +8,7 @@ import logging
 import random
 import socket
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +16,7 @@ import anyio
 import anyio.to_thread
 
 from common.addresses import listen
-from common.clock import MonotonicClock
+from common.clock import Clock, MonotonicClock
 from common.environment import keys_of_environment
 from common.errors import Draining
 from common.internal_tls import check_pair, check_readable
@@ -34,12 +35,16 @@ from router.fleet.dispatch import Dispatcher
 from router.fleet.fleet import Fleet
 from router.fleet.interleave import Interleave
 from router.fleet.metrics import RouterMetrics
+from router.fleet.reach import Reach
 from router.fleet.routing import Predicting
-from router.generation.generation import TextService
+from router.generation.access import Access
+from router.generation.generation import Surroundings
 from router.generation.sampling_defaults import NEUTRAL, SamplingDefaults
+from router.generation.served_model import ServedModel
+from router.generation.service import TextService
 from router.grammar.compiler import CompileChild, GrammarCompiler
 from router.text.chat_template import ChatTemplate
-from router.text.parts import guessed_tool_parser
+from router.text.parsers import guessed_tool_parser
 from router.text.tokenizer import Tokenizer, load_tokenizer
 
 log = logging.getLogger(__name__)
@@ -91,7 +96,7 @@ class Router:
         admission, bound_s = self.service.admission, self.config.drain_s
         log.info("draining for at most %g s", bound_s)
         admission.drain()
-        with anyio.move_on_after(bound_s) as bound:
+        with self.service.clock.deadline(bound_s) as bound:
             await admission.drained.wait()
         if bound.cancelled_caught:
             log.warning("still busy after %g s: ending what runs", bound_s)
@@ -128,66 +133,28 @@ def open_router(
 
     `tokenizer` is the model's, where it has been loaded already.
     """
-    model = ModelConfig.load(config.model)
-    directory = Path(config.model)
-    template = None if config.chat_template is None else Path(config.chat_template)
-    if tokenizer is None:
-        tokenizer = load_tokenizer(directory, template)
-    draw_bits = random.SystemRandom().getrandbits
     clock = MonotonicClock()
-    watch = WatchThread(clock)
-    fleet = Fleet(clock, is_remote_only=config.prefill_where == "remote")
-    admission = Admission(config.max_waiting)
-    metrics = RouterMetrics(fleet, admission)
-    policy = Predicting(always_remote=fleet.is_remote_only, itl_target_s=config.itl_target)
-    dispatcher = Dispatcher(fleet, policy, tally=metrics.routes, clock=clock)
-    service = TextService(
-        model_name=config.served_model_name or directory.resolve().name,
-        model=model,
-        tokenizer=tokenizer,
-        fleet=fleet,
-        dispatcher=dispatcher,
-        admission=admission,
-        metrics=metrics,
-        clock=clock,
-        request_timeout_s=config.request_timeout_s,
-        wall_time=time.time,
-        draw_bits=draw_bits,
-        keys=KeyRing.open(
-            None if config.api_keys is None else Path(config.api_keys), keys_of_environment()
-        ),
-        priorities=read_priorities(config.priorities, "--priorities"),
-        keeps_tools_open=config.tool_objects == "open",
-        salts_by_key=config.prefix_sharing != "all",
-        tool_parser=config.tool_parser or guessed_tool_parser(tokenizer.template.source),
-        reasoning_parser=config.reasoning_parser,
-        defaults=NEUTRAL if config.generation_config == "off" else SamplingDefaults.load(directory),
-        compiler=GrammarCompiler(
-            CompileChild.for_model(
-                str(directory / "tokenizer.json"), model.vocab_size, model.eos_token_ids
-            )
-        ),
-    )
+    draw_bits = random.SystemRandom().getrandbits
+    around, dispatcher = _surroundings(config, clock)
+    service = _service(config, around, draw_bits, tokenizer)
     discovery = Discovery(
         (*config.decode, *config.prefill),
-        fleet=fleet,
+        fleet=around.fleet,
         dispatcher=dispatcher,
-        connect=connect,
-        router_id=f"{draw_bits(64):016x}",
+        reach=Reach(router_id=f"{draw_bits(64):016x}", connect=connect),
         interleave=Interleave(config.itl_target),
+        clock=clock,
     )
-    tls = None
-    if config.tls_cert is not None and config.tls_key is not None:
-        tls_pair(config)
-        tls = (config.tls_cert, config.tls_key)
+    watch = WatchThread(clock)
+    tls, pair = _tls_files(config), tls_pair(config)
     with contextlib.ExitStack() as opened:
         http_socket = opened.enter_context(listen(config.http, "--http"))
         health = {"/health": lambda: watch.fault}
-        metrics_server = serve_metrics(config.metrics, metrics.registry, health)
+        metrics_server = serve_metrics(config.metrics, around.metrics.registry, health)
         opened.callback(metrics_server.close)
         grpc_front = None
         if config.grpc is not None:
-            grpc_front = open_grpc(config.grpc, service, MAX_BODY_BYTES, tls_pair(config))
+            grpc_front = open_grpc(config.grpc, service, MAX_BODY_BYTES, pair)
         opened.pop_all()
     return Router(
         config=config,
@@ -199,3 +166,64 @@ def open_router(
         watch=watch,
         grpc_front=grpc_front,
     )
+
+
+def _surroundings(config: RouterConfig, clock: Clock) -> tuple[Surroundings, Dispatcher]:
+    fleet = Fleet(clock, is_remote_only=config.prefill_where == "remote")
+    admission = Admission(config.max_waiting)
+    metrics = RouterMetrics(fleet, admission)
+    policy = Predicting(always_remote=fleet.is_remote_only, itl_target_s=config.itl_target)
+    dispatcher = Dispatcher(fleet, policy, tally=metrics.routes, clock=clock)
+    around = Surroundings(
+        fleet=fleet, dispatcher=dispatcher, admission=admission, metrics=metrics, clock=clock
+    )
+    return around, dispatcher
+
+
+def _service(
+    config: RouterConfig,
+    around: Surroundings,
+    draw_bits: Callable[[int], int],
+    tokenizer: Tokenizer | None,
+) -> TextService:
+    directory = Path(config.model)
+    model = ModelConfig.load(config.model)
+    if tokenizer is None:
+        template = None if config.chat_template is None else Path(config.chat_template)
+        tokenizer = load_tokenizer(directory, template)
+    served = ServedModel(
+        config.served_model_name or directory.resolve().name,
+        model,
+        tokenizer,
+        tool_parser=config.tool_parser or guessed_tool_parser(tokenizer.template.source),
+        reasoning_parser=config.reasoning_parser,
+        keeps_tools_open=config.tool_objects == "open",
+        defaults=NEUTRAL if config.generation_config == "off" else SamplingDefaults.load(directory),
+    )
+    child = CompileChild.for_model(
+        str(directory / "tokenizer.json"), model.vocab_size, model.eos_token_ids
+    )
+    return TextService(
+        served,
+        around,
+        access=_access(config),
+        compiler=GrammarCompiler(child),
+        request_timeout_s=config.request_timeout_s,
+        wall_time=time.time,
+        draw_bits=draw_bits,
+    )
+
+
+def _access(config: RouterConfig) -> Access:
+    path = None if config.api_keys is None else Path(config.api_keys)
+    return Access(
+        keys=KeyRing.open(path, keys_of_environment()),
+        priorities=read_priorities(config.priorities, "--priorities"),
+        salts_by_key=config.prefix_sharing != "all",
+    )
+
+
+def _tls_files(config: RouterConfig) -> tuple[str, str] | None:
+    if config.tls_cert is None or config.tls_key is None:
+        return None
+    return config.tls_cert, config.tls_key

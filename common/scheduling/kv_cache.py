@@ -50,6 +50,8 @@ class KvCache:
             free=sum(pool.num_free for pool in pools),
             cached=sum(pool.num_cached for pool in pools),
             held=sum(pool.num_held for pool in pools),
+            num_packed=self._pools[PageKind.PACKED].num_blocks,
+            num_exact=self._pools[PageKind.EXACT].num_blocks,
         )
 
     def feed(self) -> CacheFeed:

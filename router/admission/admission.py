@@ -1,7 +1,7 @@
 """How much the router takes on: a bound on what waits, and the switch that ends it all.
 
 A request waits from its arrival until a decode worker has admitted it, and takes one slot per
-output. Pure counting; `generation` calls it.
+output. Pure counting; `service` calls it.
 """
 
 import asyncio
@@ -21,10 +21,14 @@ class Admission:
         self.drained = asyncio.Event()
         """Set once the router drains and has nothing left."""
 
-    def enter(self, num_outputs: int, key: Key | None = None) -> "Ticket":
-        """Raises Overloaded or Draining. An idle router takes a request of any size."""
+    def check_open(self) -> None:
+        """Raises Draining."""
         if self.is_draining:
             raise Draining("the router is shutting down", retry_after_s=_RETRY_AFTER_S)
+
+    def enter(self, num_outputs: int, key: Key | None = None) -> "Ticket":
+        """Raises Overloaded or Draining. An idle router takes a request of any size."""
+        self.check_open()
         if self.num_waiting and self.num_waiting + num_outputs > self._max_queued:
             raise Overloaded(
                 f"{self.num_waiting} outputs are waiting already; the limit is {self._max_queued}",

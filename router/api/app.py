@@ -2,9 +2,7 @@
 
 import asyncio
 import socket
-from dataclasses import asdict
 from functools import partial
-from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
@@ -14,21 +12,20 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from common.addresses import join_address, split_address
 from common.environment import tandem_version
 from common.errors import InternalError, MethodNotAllowed, NotFound, TandemError
 from common.metrics_server import QuietServer
+from router.api import views
 from router.api.anthropic.messages import CountTokens, MessagesEndpoint
 from router.api.kserve import http as kserve_http
 from router.api.kserve.generate import Generate, GenerateStream
 from router.api.kserve.http import kserve_error
-from router.api.openai.generate import ChatEndpoint, CompletionEndpoint, Invocations, chat_prompt
+from router.api.openai.chat import ChatEndpoint
+from router.api.openai.completions import CompletionEndpoint, Invocations
 from router.api.openai.responses import ResponsesEndpoint
-from router.api.openapi import document
-from router.fleet.fleet import Fleet, Worker
-from router.generation.generation import TextService
-from router.reading.fields import Fields
-from router.reading.json_body import is_within, shortened
+from router.api.tokenizing import Detokenize, Tokenize
+from router.generation.service import TextService
+from router.reading.json_body import shortened
 from router.server.bodies import Bodies
 from router.server.exchange import (
     BODIES_IN_SCOPE,
@@ -36,14 +33,11 @@ from router.server.exchange import (
     Endpoint,
     Exchange,
     error_body,
-    large_json,
+    headers_of,
+    request_id_of,
 )
 from router.server.http_protocol import HttpProtocol
-from router.text.chat_messages import normalized_messages
 
-MAX_DETOKENIZED = 262_144
-"""Token ids, where the context does not hold more of them."""
-_LARGE = 2048
 _WITHOUT_KEY = ("/health", "/ready", "/ping", "/v2/health/live", "/v2/health/ready")
 
 
@@ -64,7 +58,7 @@ def make_app(service: TextService, max_body_bytes: int) -> ASGIApp:
         ("/v1/messages", MessagesEndpoint(service, max_body_bytes)),
         ("/v1/messages/count_tokens", CountTokens(service, max_body_bytes)),
         ("/invocations", Invocations(service, max_body_bytes)),
-        ("/ping", Health(service)),
+        ("/ping", views.Health(service)),
         ("/tokenize", Tokenize(service, max_body_bytes)),
         ("/detokenize", Detokenize(service, max_body_bytes)),
         ("/v2/repository/index", kserve_http.RepositoryIndex(service)),
@@ -73,23 +67,23 @@ def make_app(service: TextService, max_body_bytes: int) -> ASGIApp:
         ("/v2/models/{model:path}/generate_stream", GenerateStream(service, max_body_bytes)),
     ]
     gets: list[tuple[str, Endpoint]] = [
-        ("/v1/models", Models(service)),
-        ("/v1/models/{model:path}", OneModel(service)),
-        ("/v1/fleet", FleetView(service)),
-        ("/health", Health(service)),
-        ("/ping", Health(service)),
-        ("/load", Load(service)),
-        ("/ready", Ready(service)),
-        ("/version", Version(service)),
-        ("/openapi.json", Document(service)),
+        ("/v1/models", views.Models(service)),
+        ("/v1/models/{model:path}", views.OneModel(service)),
+        ("/v1/fleet", views.FleetView(service)),
+        ("/health", views.Health(service)),
+        ("/ping", views.Health(service)),
+        ("/load", views.Load(service)),
+        ("/ready", views.Ready(service)),
+        ("/version", views.Version(service)),
+        ("/openapi.json", views.Document(service)),
         ("/v2", kserve_http.ServerMetadata(service, tandem_version())),
         ("/v2/health/live", kserve_http.Live(service)),
         ("/v2/health/ready", kserve_http.ServerReady(service)),
         ("/v2/models/{model:path}/config", kserve_http.ModelConfig(service)),
         ("/v2/models/{model:path}/ready", kserve_http.ModelReady(service)),
-        ("/v2/models/{model:path}/infer", OnlyPost(service)),
-        ("/v2/models/{model:path}/generate", OnlyPost(service)),
-        ("/v2/models/{model:path}/generate_stream", OnlyPost(service)),
+        ("/v2/models/{model:path}/infer", views.OnlyPost(service)),
+        ("/v2/models/{model:path}/generate", views.OnlyPost(service)),
+        ("/v2/models/{model:path}/generate_stream", views.OnlyPost(service)),
         ("/v2/models/{model:path}", kserve_http.ModelMetadata(service)),
     ]
     app.router.routes += [Route(path, endpoint, methods=["POST"]) for path, endpoint in posts]
@@ -104,7 +98,7 @@ class Direct:
         self._app = app
         self._posts = posts
         self._service = service
-        self._bodies = Bodies()
+        self._bodies = Bodies(service.clock)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         app: ASGIApp = self._app
@@ -112,10 +106,10 @@ class Direct:
             scope[BODIES_IN_SCOPE] = self._bodies
             if scope["method"] == "POST":
                 app = self._posts.get(scope["path"], app)
-            if not self._service.keys.is_open:
+            if not self._service.access.keys.is_open:
                 headers = {k.decode("latin-1"): v.decode("latin-1") for k, v in scope["headers"]}
                 try:
-                    scope[KEY_IN_SCOPE] = self._service.keys.check(headers)
+                    scope[KEY_IN_SCOPE] = self._service.access.keys.check(headers)
                 except TandemError as error:
                     if scope["path"] in _WITHOUT_KEY:
                         return await app(scope, receive, send)
@@ -152,206 +146,13 @@ class Refuse(Endpoint):
             self._asked.ended(error)
 
 
-class _View(Endpoint):
-    """A GET that shows something of the service."""
-
-    def __init__(self, service: TextService) -> None:
-        super().__init__(type(self).__name__, service.new_request_id)
-        self._service = service
-
-
-class Models(_View):
-    async def answer(self, exchange: Exchange, scope: Scope) -> None:
-        models = [model_object(self._service)]
-        await exchange.reply_json(200, {"object": "list", "data": models})
-
-
-class OneModel(_View):
-    async def answer(self, exchange: Exchange, scope: Scope) -> None:
-        self._service.check_model(scope["path_params"]["model"])
-        await exchange.reply_json(200, model_object(self._service))
-
-
-class FleetView(_View):
-    async def answer(self, exchange: Exchange, scope: Scope) -> None:
-        fleet = self._service.fleet
-        workers = [worker_object(fleet, worker) for worker in fleet.linked()]
-        await exchange.reply_json(200, {"workers": workers})
-
-
-class Health(_View):
-    """The process lives; whether it can serve is for /ready to say."""
-
-    async def answer(self, exchange: Exchange, scope: Scope) -> None:
-        await exchange.reply_json(200, {"status": "ok"})
-
-
-class Load(_View):
-    """Outputs that wait or run, as vLLM shows them."""
-
-    async def answer(self, exchange: Exchange, scope: Scope) -> None:
-        admission = self._service.admission
-        load = admission.num_waiting + admission.num_running
-        await exchange.reply_json(200, {"server_load": load})
-
-
-class Ready(_View):
-    async def answer(self, exchange: Exchange, scope: Scope) -> None:
-        service = self._service
-        reasons = service.reasons(exchange.key)
-        status = "ready" if service.is_ready else "not ready"
-        await exchange.reply_json(
-            200 if service.is_ready else 503, {"status": status, "reasons": reasons}
-        )
-
-
-class Version(_View):
-    async def answer(self, exchange: Exchange, scope: Scope) -> None:
-        await exchange.reply_json(200, {"version": tandem_version()})
-
-
-class OnlyPost(_View):
-    """Stands before a wider path, which would take this one for a name."""
-
-    async def answer(self, exchange: Exchange, scope: Scope) -> None:
-        error = MethodNotAllowed(f"{shortened(scope['path'])} takes POST only")
-        body = kserve_error(error)
-        await exchange.reply(error.http_status, body, [(b"allow", b"POST")])
-
-
-class Document(_View):
-    async def answer(self, exchange: Exchange, scope: Scope) -> None:
-        service = self._service
-        size = service.vocabulary.size
-        await exchange.reply_json(
-            200, document(tandem_version(), service.model_name, size, service.priorities)
-        )
-
-
-class _TokenizerCall(Endpoint):
-    def __init__(self, service: TextService, max_body_bytes: int) -> None:
-        super().__init__(type(self).__name__, service.new_request_id)
-        self._service = service
-        self._max_body_bytes = max_body_bytes
-
-    async def answer(self, exchange: Exchange, scope: Scope) -> None:
-        body = await exchange.json_object(self._max_body_bytes)
-        fields = Fields(body)
-        self._service.check_model(fields.text("model"))
-        result = await self.result(fields)
-        if is_within(result, _LARGE):
-            await exchange.reply_json(200, result)
-        else:
-            written = await self._service.in_thread(partial(large_json, result))
-            await exchange.reply(200, written)
-
-    async def result(self, fields: Fields) -> dict[str, Any]:
-        raise NotImplementedError
-
-
-class Tokenize(_TokenizerCall):
-    """The ids that a prompt, or the messages of a chat, would have."""
-
-    async def result(self, fields: Fields) -> dict[str, Any]:
-        service = self._service
-        messages = fields.take("messages")
-        prompt = fields.text("prompt")
-        add_special_tokens = fields.boolean("add_special_tokens", True)
-        add_generation_prompt = fields.boolean("add_generation_prompt", True)
-        variables = fields.object("chat_template_kwargs") or {}
-        fields.finish()
-        if (messages is None) == (prompt is None):
-            raise fields.wrong("prompt", "or messages must be given, and not both", prompt)
-        limit = service.max_model_len
-        if prompt is None:
-            chat = normalized_messages(messages, takes_parts=service.tokenizer.template.takes_parts)
-            ids = await chat_prompt(service, chat, add_generation_prompt, variables)
-        else:
-            ids = await service.tokenizer.encode(
-                prompt, limit, add_special_tokens=add_special_tokens
-            )
-        return {"count": len(ids), "max_model_len": limit, "tokens": ids}
-
-
-class Detokenize(_TokenizerCall):
-    """The text of token ids, special tokens left out."""
-
-    async def result(self, fields: Fields) -> dict[str, Any]:
-        service = self._service
-        given = fields.take("tokens")
-        fields.finish()
-        limit = max(MAX_DETOKENIZED, service.max_model_len)
-        if isinstance(given, list) and len(given) > limit:
-            raise fields.wrong("tokens", f"must hold at most {limit} token ids", len(given))
-
-        def decode() -> str:
-            ids = fields.token_ids("tokens", given, service.vocabulary.size)
-            return service.tokenizer.decode(ids)
-
-        is_large = isinstance(given, list) and len(given) > _LARGE
-        return {"prompt": await service.in_thread(decode) if is_large else decode()}
-
-
-def model_object(service: TextService) -> dict[str, Any]:
-    return {
-        "id": service.model_name,
-        "object": "model",
-        "created": service.started_at,
-        "owned_by": "tandem",
-        "max_model_len": service.max_model_len,
-    }
-
-
-def worker_object(fleet: Fleet, worker: Worker) -> dict[str, Any]:
-    """The operator's view. `excluded` is there only for a worker that gets no requests, and says
-    why.
-    """
-    state = worker.state
-    shown: dict[str, Any] = {
-        "role": state.role,
-        "address": worker.address,
-        "metrics": metrics_url(worker),
-        "pid": state.pid,
-        "incarnation": state.incarnation,
-        "draining": state.draining,
-        "blocks": {
-            "total": state.blocks.total,
-            "free": state.blocks.free,
-            "cached": state.blocks.cached,
-            "held": state.blocks.held,
-        },
-        "running": state.running,
-        "waiting": state.waiting,
-        "queued_tokens": state.num_queued_tokens,
-        "decodes": state.num_decodes,
-        "context_tokens": state.num_context_tokens,
-        "chunk_tokens": state.chunk_tokens,
-        "step_times": None if state.step_times is None else asdict(state.step_times),
-        "handoff_s": state.handoff_s,
-        "prefix_blocks": fleet.prefix_index.num_held(worker.order),
-    }
-    reason = fleet.excluded(worker)
-    if reason is not None and not state.draining:
-        shown["excluded"] = reason
-    return shown
-
-
-def metrics_url(worker: Worker) -> str:
-    """A worker that listens on every address cannot know the one it is reached by; we do."""
-    url = worker.state.metrics
-    host, _ = split_address(worker.address)
-    for everywhere in ("//0.0.0.0:", "//[::]:"):
-        url = url.replace(everywhere, f"//{join_address(host, 0)[:-1]}")
-    return url
-
-
 async def _explain(service: TextService, request: Request, error: Exception) -> Response:
     """What routing itself refuses, in the shape of all other errors."""
     status = error.status_code if isinstance(error, HTTPException) else 500
     method, path = request.method, shortened(request.url.path)
     found: TandemError = InternalError("internal error")
-    exchange = Exchange(request.scope, request.receive, request._send, service.new_request_id)
-    headers = {"x-request-id": exchange.request_id}
+    request_id = request_id_of(headers_of(request.scope), service.new_request_id)
+    headers = {"x-request-id": request_id}
     if status == 404:
         found = NotFound(f"there is no {path} here")
     elif status == 405:

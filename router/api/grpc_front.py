@@ -5,7 +5,6 @@ The parameters go through the same readers as JSON fields do.
 """
 
 import contextlib
-import logging
 from collections.abc import AsyncIterator
 from functools import partial
 from typing import Any
@@ -17,29 +16,26 @@ from grpc_reflection.v1alpha import reflection
 
 from common.addresses import listen
 from common.environment import tandem_version
-from common.errors import (
-    Cancelled,
-    ConfigError,
-    InternalError,
-    InvalidRequest,
-    TandemError,
-)
+from common.errors import ConfigError, InvalidRequest, TandemError
+from common.limits import LARGE_BODY_BYTES
+from router.api.calls import grpc_caller
 from router.api.kserve.grpc import SERVICE as KSERVE
 from router.api.kserve.grpc import kserve_handler
-from router.api.openai.generate import chat_prompt, count_request
-from router.generation.generation import DEFAULT_COMPLETION_TOKENS, Generation, TextService, Usage
-from router.generation.options import Options, read_completion_options
+from router.generation.ask import DEFAULT_COMPLETION_TOKENS, Ask, Chat, Prompt, Texts, TokenIds
+from router.generation.generation import Generation, Usage
+from router.generation.options import Vocabulary, read_completion_options
+from router.generation.served_model import ServedModel
+from router.generation.service import TextService
 from router.proto import inference_pb2 as pb
 from router.reading.fields import Fields
-from router.server.grpc_peer import grpc_peer
+from router.reading.protobuf_bounds import parsed
+from router.reading.protocols import Names
+from router.server.grpc_calls import abort, counted, told
 from router.text.chat_messages import check_count, normalized_messages
 from router.text.text_output import Piece
 
-log = logging.getLogger(__name__)
-
 SERVICE = "tandem.v1.Inference"
 ENDPOINT = f"{SERVICE}/Generate"
-_CODE = "tandem-code"
 _STOP_GRACE_S = 1.0
 _WITHOUT_KEY = (
     "/grpc.health.v1.Health/",
@@ -110,7 +106,7 @@ class _KeyCheck(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         if handler is None or details.method.startswith(_WITHOUT_KEY):
             return handler
         try:
-            self._service.keys.check(dict(details.invocation_metadata))
+            self._service.access.keys.check(dict(details.invocation_metadata))
         except TandemError as error:
             return _refusing(handler, error)
         return handler
@@ -120,11 +116,7 @@ def _refusing(handler: Any, error: TandemError) -> Any:
     """A handler of the same kind that only says no."""
 
     async def refuse(request: Any, context: Any) -> None:
-        await context.abort(
-            getattr(grpc.StatusCode, error.grpc_status),
-            error.message,
-            trailing_metadata=((_CODE, error.code),),
-        )
+        await abort(context, error)
 
     kinds = {
         (False, False): grpc.unary_unary_rpc_method_handler,
@@ -144,8 +136,8 @@ class HealthOfFleet(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
     async def Check(self, request: Any, context: Any) -> Any:
         if request.service not in ("", SERVICE, KSERVE):
             await context.abort(grpc.StatusCode.NOT_FOUND, "unknown service")
-        is_ready = self._service.fleet.is_ready() and not self._service.admission.is_draining
         states = health_pb2.HealthCheckResponse
+        is_ready = self._service.is_ready
         return states(status=states.SERVING if is_ready else states.NOT_SERVING)
 
     async def Watch(self, request: Any, context: Any) -> Any:
@@ -157,56 +149,36 @@ class _Generate:
         self._service = service
 
     async def serve(self, data: bytes, context: Any) -> AsyncIterator[pb.GenerateResponse]:
-        error: TandemError | None = Cancelled("the client went away")
-        try:
-            async for response in self._answers(data, context):
-                yield response
-            error = None
-        except TandemError as found:
-            # with its traceback it would hold the message until the next full collection
-            error = found.with_traceback(None)
-        except Exception:
-            log.exception("%s failed", ENDPOINT)
-            error = InternalError("internal error; see the router's log")
-        finally:
-            count_request(self._service, ENDPOINT, error)
-        if error is not None:
-            await context.abort(
-                getattr(grpc.StatusCode, error.grpc_status),
-                error.message,
-                trailing_metadata=((_CODE, error.code),),
-            )
+        async with told(context), counted(ENDPOINT, self._service.metrics.ended):
+            with contextlib.closing(await self._begin(data, context)) as generation:
+                async for response in _responses(generation):
+                    yield response
 
-    async def _answers(self, data: bytes, context: Any) -> AsyncIterator[pb.GenerateResponse]:
+    async def _begin(self, data: bytes, context: Any) -> Generation:
         service = self._service
-        arrived_at = service.clock.now()
-        request = await service.message(pb.GenerateRequest, data)
-        service.check_model(request.model or None)
-        fields = Fields(await service.in_thread(partial(_parameters, request)))
-        options = await service.reading(
-            fields, partial(read_completion_options, fields, service.vocabulary)
-        )
-        prompt = await _prompt(service, request, fields, options)
-        key = service.keys.check(dict(context.invocation_metadata()))
-        options = await service.checked(options, [prompt], key, grpc_peer(context))
-        request_id = service.new_request_id()
-        generation = service.start(
-            request_id,
-            [prompt],
-            options,
-            arrived_at=arrived_at,
-            default_max_tokens=None if request.HasField("chat") else DEFAULT_COMPLETION_TOKENS,
-            timeout_s=context.time_remaining(),
-            key=key,
-        )
-        with contextlib.closing(generation):
-            async for response in _responses(request_id, generation, options):
-                yield response
+        caller = grpc_caller(service, context, service.clock.now())
+        read = partial(_read, data, service.model)
+        ask = await service.threads.run_if(len(data) >= LARGE_BODY_BYTES, read)
+        return await service.begin(ask, caller)
 
 
-async def _responses(
-    request_id: str, generation: Generation, options: Options
-) -> AsyncIterator[pb.GenerateResponse]:
+def _read(data: bytes, model: ServedModel) -> Ask:
+    """Raises InvalidRequest or ModelNotFound."""
+    request = parsed(pb.GenerateRequest, data)
+    model.check_name(request.model or None)
+    fields = Fields(_parameters(request))
+    kind = request.WhichOneof("prompt")
+    names = Names() if kind is None else Names(prompt=kind)
+    options = read_completion_options(fields, model.vocabulary, names)
+    return Ask(
+        prompt=_prompt(request, fields, model.vocabulary),
+        options=options,
+        default_max_tokens=None if kind == "chat" else DEFAULT_COMPLETION_TOKENS,
+    )
+
+
+async def _responses(generation: Generation) -> AsyncIterator[pb.GenerateResponse]:
+    request_id = generation.call.request_id
     while not generation.is_done:
         pieces = await generation.pieces()
         for piece in pieces[:-1]:
@@ -232,26 +204,21 @@ def _parameters(request: pb.GenerateRequest) -> dict[str, Any]:
     return found
 
 
-async def _prompt(
-    service: TextService, request: pb.GenerateRequest, fields: Fields, options: Options
-) -> list[int]:
+def _prompt(request: pb.GenerateRequest, fields: Fields, vocabulary: Vocabulary) -> Prompt:
     match request.WhichOneof("prompt"):
         case "text":
-            (prompt,) = await service.encode_texts([request.text], options)
-            return prompt
+            return Texts([request.text])
         case "token_ids":
-            size = service.vocabulary.size
-            ids = request.token_ids.ids
-            return await service.in_thread(lambda: fields.token_ids("token_ids", list(ids), size))
+            ids = list(request.token_ids.ids)
+            return TokenIds([fields.token_ids("token_ids", ids, vocabulary.size)])
         case "chat":
             check_count(request.chat.messages)
             messages = [
                 {"role": m.role, "content": m.content, "name": m.name or None}
                 for m in request.chat.messages
             ]
-            takes_parts = service.tokenizer.template.takes_parts
-            chat = normalized_messages(messages, takes_parts=takes_parts)
-            return await chat_prompt(service, chat, True, {})
+            chat = normalized_messages(messages, takes_parts=vocabulary.takes_parts)
+            return Chat(messages=chat, variables={})
         case _:
             raise InvalidRequest("a prompt is required: text, token_ids or chat", param="prompt")
 

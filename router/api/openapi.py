@@ -147,25 +147,58 @@ def _hints(protocol: Protocol) -> dict[str, Schema]:
     }
 
 
+Common = dict[str, Schema]
+"""What chat and completions have in common."""
+
+_MESSAGE: Schema = {
+    "type": "object",
+    "properties": {
+        "role": {"enum": ["system", "developer", "user", "assistant", "tool"]},
+        "content": {"type": ["string", "null", "array"]},
+    },
+    "required": ["role"],
+}
+_BLOCKS: Schema = {"anyOf": [_TEXT, _list(_OBJECT)]}
+_TURN: Schema = _MESSAGE | {
+    "properties": {"role": {"enum": ["user", "assistant"]}, "content": _BLOCKS},
+    "required": ["role", "content"],
+}
+
+
 def _bodies(
-    common: dict[str, Schema], model: str, vocab_size: int, ids: Schema
+    common: Common, model: str, vocab_size: int, ids: Schema
 ) -> dict[str, tuple[Schema, str]]:
     """By path: the body, and whether its answer may be a stream."""
-    message = {
+    named: Common = {"model": {"enum": [model]}}
+    messages = named | _messages(common)
+    tokens = _list(_integer(0, vocab_size - 1))
+    generate: Schema = {
         "type": "object",
-        "properties": {
-            "role": {"enum": ["system", "developer", "user", "assistant", "tool"]},
-            "content": {"type": ["string", "null", "array"]},
-        },
-        "required": ["role"],
+        "properties": {"id": _TEXT, "text_input": _TEXT, "parameters": _OBJECT},
+        "required": ["text_input"],
     }
-    blocks = {"anyOf": [_TEXT, _list(_OBJECT)]}
-    turn = message | {
-        "properties": {"role": {"enum": ["user", "assistant"]}, "content": blocks},
-        "required": ["role", "content"],
+    infer: Schema = {
+        "type": "object",
+        "properties": {"id": _TEXT, "inputs": _list(_OBJECT, 1), "parameters": _OBJECT},
+        "required": ["inputs"],
     }
-    chat = (common | _hints(CHAT)) | {
-        "messages": _list(message, 1, 64),
+    return {
+        "/v1/chat/completions": (_body(_chat(common), required=("messages",)), "stream"),
+        "/v1/completions": (_body(_completion(common, ids), required=("prompt",)), "stream"),
+        "/v1/responses": (_body(named | _response(common), required=("input",)), "stream"),
+        "/v1/messages": (_body(messages, required=("messages", "max_tokens")), "stream"),
+        "/v1/messages/count_tokens": (_body(messages, required=("messages",)), "json"),
+        "/tokenize": (_body(named | _TOKENIZE), "json"),
+        "/detokenize": (_body(named | {"tokens": tokens}, required=("tokens",)), "json"),
+        f"/v2/models/{model}/infer": (infer, "json"),
+        f"/v2/models/{model}/generate": (generate, "json"),
+        f"/v2/models/{model}/generate_stream": (generate, "stream"),
+    }
+
+
+def _chat(common: Common) -> Common:
+    return (common | _hints(CHAT)) | {
+        "messages": _list(_MESSAGE, 1, 64),
         "max_tokens": _integer(1, _INT64),
         "max_completion_tokens": _integer(1, _INT64),
         "logprobs": _FLAG,
@@ -179,18 +212,23 @@ def _bodies(
         "reasoning_effort": _TEXT,
         "echo": _FLAG,
     }
+
+
+def _completion(common: Common, ids: Schema) -> Common:
     prompt = {"anyOf": [_TEXT, _list(_TEXT, 1, 64), ids, _list(ids, 1, 64)]}
-    completion = (common | _hints(COMPLETIONS)) | {
+    return (common | _hints(COMPLETIONS)) | {
         "prompt": prompt,
         "max_tokens": _integer(0, _INT64),
         "logprobs": _integer(0, MAX_LOGPROBS),
         "echo": _FLAG,
     }
-    messages: dict[str, Schema] = {
-        "model": {"enum": [model]},
-        "messages": _list(turn, 1, 64),
+
+
+def _messages(common: Common) -> Common:
+    return {
+        "messages": _list(_TURN, 1, 64),
         "max_tokens": _integer(1, _INT64),
-        "system": blocks,
+        "system": _BLOCKS,
         "stream": _FLAG,
         "temperature": _number(0, 2),
         "top_k": common["top_k"],
@@ -200,9 +238,11 @@ def _bodies(
         "tool_choice": _OBJECT,
         "metadata": _OBJECT,
     }
-    response: dict[str, Schema] = {
-        "model": {"enum": [model]},
-        "input": {"anyOf": [_TEXT, _list(message, 1, 64)]},
+
+
+def _response(common: Common) -> Common:
+    return {
+        "input": {"anyOf": [_TEXT, _list(_MESSAGE, 1, 64)]},
         "instructions": _TEXT,
         "max_output_tokens": _integer(1, _INT64),
         "stream": _FLAG,
@@ -216,40 +256,15 @@ def _bodies(
         "metadata": _OBJECT,
         "user": _TEXT,
     }
-    tokenize: dict[str, Schema] = {
-        "model": {"enum": [model]},
-        "prompt": _TEXT,
-        "messages": _list(message, 1, 64),
-        "add_special_tokens": _FLAG,
-        "add_generation_prompt": _FLAG,
-        "chat_template_kwargs": _OBJECT,
-    }
-    detokenize: dict[str, Schema] = {
-        "model": {"enum": [model]},
-        "tokens": _list(_integer(0, vocab_size - 1)),
-    }
-    generate: Schema = {
-        "type": "object",
-        "properties": {"id": _TEXT, "text_input": _TEXT, "parameters": _OBJECT},
-        "required": ["text_input"],
-    }
-    infer: Schema = {
-        "type": "object",
-        "properties": {"id": _TEXT, "inputs": _list(_OBJECT, 1), "parameters": _OBJECT},
-        "required": ["inputs"],
-    }
-    return {
-        "/v1/chat/completions": (_body(chat, required=("messages",)), "stream"),
-        "/v1/completions": (_body(completion, required=("prompt",)), "stream"),
-        "/v1/responses": (_body(response, required=("input",)), "stream"),
-        "/v1/messages": (_body(messages, required=("messages", "max_tokens")), "stream"),
-        "/v1/messages/count_tokens": (_body(messages, required=("messages",)), "json"),
-        "/tokenize": (_body(tokenize), "json"),
-        "/detokenize": (_body(detokenize, required=("tokens",)), "json"),
-        f"/v2/models/{model}/infer": (infer, "json"),
-        f"/v2/models/{model}/generate": (generate, "json"),
-        f"/v2/models/{model}/generate_stream": (generate, "stream"),
-    }
+
+
+_TOKENIZE: Common = {
+    "prompt": _TEXT,
+    "messages": _list(_MESSAGE, 1, 64),
+    "add_special_tokens": _FLAG,
+    "add_generation_prompt": _FLAG,
+    "chat_template_kwargs": _OBJECT,
+}
 
 
 def _post(path: str, schema: Schema, answer: str) -> Schema:

@@ -14,13 +14,14 @@ from common.clock import MonotonicClock, Timers
 from common.errors import DecodeLost
 from common.messages import GenerateRequest
 from router.fleet.breaker import RetryBudget
-from router.fleet.fleet import Expected, Fleet, Worker
+from router.fleet.fleet import Expected, Fleet
 from router.fleet.metrics import RouteTally
 from router.fleet.predict import Demand
 from router.fleet.prompt_hashes import HashBook, PromptHashes
 from router.fleet.recovery import Blame
 from router.fleet.routing import PrefillChoice, RoutingPolicy
 from router.fleet.session import Session, Sink
+from router.fleet.worker import Worker
 
 
 class Placing(Protocol):

@@ -18,68 +18,15 @@ hardly to blame.
 """
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from common.clock import MonotonicClock, Timers
 from common.errors import MalformedMessage
-from common.messages import PROTOCOL_VERSION, KvEvents, WorkerState
+from common.messages import KvEvents, WorkerState
 from common.types import Role
-from router.fleet.breaker import Breaker
-from router.fleet.breaker import State as BreakerState
 from router.fleet.prefix_index import PrefixIndex
-
-
-@dataclass(slots=True, eq=False)
-class Worker:
-    """One life of a worker process. `num_in_flight` counts what this router placed there and has
-    not seen the end of.
-
-    States lag behind: prompt tokens placed since the last but one state are counted apart, in
-    `num_unseen_tokens`. (The last state may have left the worker before they arrived there; the one
-    before it certainly has.)
-    """
-
-    address: str
-    state: WorkerState
-    order: int
-    is_linked: bool = True
-    has_session: bool = False
-    num_in_flight: int = 0
-    num_states: int = 0
-    unseen: tuple[int, int] = (0, 0)
-    """Prompt tokens placed since the last state, and between the last two."""
-    breaker: Breaker = field(default_factory=Breaker)
-
-    @property
-    def can_decode(self) -> bool:
-        return self.state.role is not Role.PREFILL
-
-    @property
-    def num_unseen_tokens(self) -> int:
-        return sum(self.unseen)
-
-    @property
-    def num_queued_tokens(self) -> int:
-        """Prompt tokens that wait to be computed there."""
-        return self.state.num_queued_tokens + sum(self.unseen)
-
-    @property
-    def num_requests(self) -> int:
-        """Our own count is fresh; the worker's own covers other routers' requests."""
-        return max(self.num_in_flight, self.state.running + self.state.waiting)
-
-    @property
-    def kv_identity(self) -> tuple[str, str, int]:
-        """Two workers can hand KV over when these are equal."""
-        return (self.state.model_fingerprint, self.state.layout, self.state.block_size)
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class BlockNaming:
-    """What hashes of blocks depend on, apart from tokens and salt."""
-
-    model_fingerprint: bytes
-    block_size: int
+from router.fleet.view import View, view_of
+from router.fleet.worker import BlockNaming, Worker
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +54,7 @@ class Fleet:
         self._next_order = 0
         self.is_remote_only = is_remote_only
         self._accepts_local = False
-        self._cached_view: _View | None = None
+        self._cached_view: View | None = None
 
     # --- facts from discovery ---------------------------------------------------------------------
 
@@ -319,7 +266,7 @@ class Fleet:
         orders = [w.order for w in self._workers.values()]
         assert len(set(orders)) == len(orders)
         view = self._view()
-        assert view == _view(list(self._workers.values()), self.is_remote_only)
+        assert view == view_of(list(self._workers.values()), self.is_remote_only)
         for worker in view.decoding + view.prefilling:
             assert worker.is_linked
             assert view.excluded[worker.order] is None
@@ -330,109 +277,7 @@ class Fleet:
         self._cached_view = None
         self._accepts_local = self._accepts_local or self._view().has_full_path
 
-    def _view(self) -> "_View":
+    def _view(self) -> View:
         if self._cached_view is None:
-            self._cached_view = _view(list(self._workers.values()), self.is_remote_only)
+            self._cached_view = view_of(list(self._workers.values()), self.is_remote_only)
         return self._cached_view
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _View:
-    """What follows from the table; computed anew after each change of it."""
-
-    linked: list[Worker]
-    excluded: dict[int, str | None]
-    decoding: list[Worker]
-    prefilling: list[Worker]
-    namings: tuple[BlockNaming, ...]
-    has_full_path: bool
-
-
-def _view(workers: list[Worker], is_remote_only: bool) -> _View:
-    linked = sorted((w for w in workers if w.is_linked), key=lambda w: w.order)
-    first_of: dict[str, Worker] = {}
-    for worker in linked:
-        first_of.setdefault(worker.state.incarnation, worker)
-    unique = [
-        w
-        for w in linked
-        if first_of[w.state.incarnation] is w
-        and w.state.protocol == PROTOCOL_VERSION
-        and not w.state.draining
-    ]
-    partners = [w for w in unique if w.can_decode]
-    excluded = {
-        w.order: _basic_fault(w, first_of[w.state.incarnation]) or _misfit(w, partners)
-        for w in linked
-    }
-    excluded |= _sick([w for w in linked if excluded[w.order] is None], is_remote_only)
-    in_use = [w for w in linked if excluded[w.order] is None]
-    decoding = [w for w in in_use if w.can_decode]
-    prefilling = [w for w in in_use if not w.can_decode]
-    identities = {w.kv_identity for w in prefilling}
-    alone = [w for w in decoding if not _has_full_path(w, identities)]
-    if is_remote_only:
-        excluded |= {w.order: "has no prefill worker, and may not do without" for w in alone}
-        decoding = [w for w in decoding if w not in alone]
-    return _View(
-        linked=linked,
-        excluded=excluded,
-        decoding=decoding,
-        prefilling=prefilling,
-        namings=tuple(sorted({n for w in in_use if (n := _naming(w.state)) is not None})),
-        has_full_path=any(_has_full_path(w, identities) for w in decoding),
-    )
-
-
-def _has_full_path(worker: Worker, prefill_identities: set[tuple[str, str, int]]) -> bool:
-    return worker.state.role is Role.COLOCATED or worker.kv_identity in prefill_identities
-
-
-def _sick(workers: list[Worker], is_remote_only: bool) -> dict[int, str | None]:
-    """Which of the workers that could be used have failed too often, and are not."""
-    sick = [w for w in workers if w.breaker.state is not BreakerState.CLOSED]
-    decoding = [w for w in sick if w.can_decode]
-    prefilling = [w for w in sick if not w.can_decode]
-    num_decoding = sum(w.can_decode for w in workers)
-    out = decoding[: num_decoding // 2]
-    out += prefilling[: (len(workers) - num_decoding) // 2] if is_remote_only else prefilling
-    return {w.order: f"has failed too often ({w.breaker.state})" for w in out}
-
-
-def _naming(state: WorkerState) -> BlockNaming | None:
-    try:
-        return BlockNaming(bytes.fromhex(state.model_fingerprint), state.block_size)
-    except ValueError:
-        return None
-
-
-def _basic_fault(worker: Worker, twin: Worker) -> str | None:
-    state = worker.state
-    if state.protocol != PROTOCOL_VERSION:
-        return f"speaks protocol {state.protocol}, this router speaks {PROTOCOL_VERSION}"
-    if twin is not worker:
-        return f"is the same process as {twin.address}"
-    if state.draining:
-        return "is draining"
-    return state.unhealthy or None
-
-
-def _misfit(worker: Worker, partners: list[Worker]) -> str | None:
-    """Compares `worker` with the decode-capable ones; the longest-known of them sets the model."""
-    state = worker.state
-    if partners and state.model_fingerprint != partners[0].state.model_fingerprint:
-        first = partners[0].state
-        return (
-            f"serves model {state.model_fingerprint}, but {first.role} {partners[0].address} "
-            f"serves {first.model_fingerprint}: give all workers the same --model"
-        )
-    if worker.can_decode:
-        return None if worker.has_session else "has no session yet"
-    if partners and all(w.kv_identity != worker.kv_identity for w in partners):
-        other = partners[0].state
-        return (
-            f"stores KV as {state.layout} in blocks of {state.block_size}, but {other.role} "
-            f"{partners[0].address} as {other.layout} in blocks of {other.block_size}: start both "
-            "with the same --kv-codec, --block-size and --weight-dtype"
-        )
-    return None

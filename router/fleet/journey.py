@@ -1,10 +1,11 @@
 """One request from end to end: submit, admitted, route, prefilled, tokens, finish; and again when a
 worker is lost.
 
-A journey has legs. The first leg carries all outputs of the request. When a leg fails in a way that
-a retry can help, every output that has not finished goes on in a leg of its own: `prompt + tokens
-so far`, with the original prompt length, on another pair of workers. What the client sees is a
-pause; no token is lost or comes twice, because a leg that has failed is never listened to again.
+A journey has legs (router/fleet/leg.py). The first leg carries all outputs of the request. When a
+leg fails in a way that a retry can help, every output that has not finished goes on in a leg of its
+own: `prompt + tokens so far`, with the original prompt length, on another pair of workers. What the
+client sees is a pause; no token is lost or comes twice, because a leg that has failed is never
+listened to again.
 After `MAX_ATTEMPTS` without progress, or `RECOVERY_S` without a worker, the error stands
 (router/fleet/recovery.py decides).
 
@@ -15,7 +16,6 @@ All of it runs on the event loop and nothing here waits.
 import asyncio
 import dataclasses
 from collections.abc import Callable
-from enum import StrEnum
 
 from common.clock import Timer, Timers
 from common.errors import (
@@ -24,38 +24,13 @@ from common.errors import (
     InternalError,
     NotReady,
     Preempted,
-    PrefillLost,
     TandemError,
 )
 from common.messages import GenerateRequest, pack_tokens
 from common.types import FinishReason, PromptLogprobs, TokenLogprobs
 from router.fleet.dispatch import Placement, Placing
-from router.fleet.recovery import (
-    RECOVERY_S,
-    Blame,
-    Loss,
-    avoids_decode,
-    avoids_prefill,
-    blame,
-    next_attempt,
-)
-
-
-class Phase(StrEnum):
-    NEW = "new"
-    SUBMITTED = "submitted"
-    ADMITTED = "admitted"
-    PREFILLED = "prefilled"
-    ENDED = "ended"
-
-
-LEGAL = {
-    Phase.NEW: {Phase.SUBMITTED, Phase.ENDED},
-    Phase.SUBMITTED: {Phase.ADMITTED, Phase.PREFILLED, Phase.ENDED},
-    Phase.ADMITTED: {Phase.PREFILLED, Phase.ENDED},
-    Phase.PREFILLED: {Phase.ENDED},
-    Phase.ENDED: set(),
-}
+from router.fleet.leg import Leg
+from router.fleet.recovery import RECOVERY_S, Blame, Loss, blame, next_attempt
 
 Event = tuple[int, int, int, FinishReason | None, TokenLogprobs | None]
 """Prompt index, output index, token id, finish reason, logprobs."""
@@ -123,7 +98,7 @@ class Journey:
         self._clock = clock
         self._on_admitted = on_admitted
         self._outputs = [_Output() for _ in range(request.sampling.n)]
-        self._legs: list[_Leg] = []
+        self._legs: list[Leg] = []
         self._num_unfinished = request.sampling.n
         self._num_legs = 0
         self.num_retries = 0
@@ -144,7 +119,7 @@ class Journey:
         self._started_at = self._clock.now()
         if self._request.deadline_s is not None:
             self._deadline = self._clock.call_later(self._request.deadline_s, self._expire)
-        leg = _Leg(self, self._request, list(range(len(self._outputs))), attempt=1)
+        leg = Leg(self, self._request, list(range(len(self._outputs))), attempt=1)
         if not self._place(leg):
             self.stop()
             raise NotReady("no worker is ready to take the request", retry_after_s=1.0)
@@ -210,10 +185,10 @@ class Journey:
         if self._num_unfinished == 0:
             self.stop()
 
-    def leg_done(self, leg: "_Leg") -> bool:
+    def leg_done(self, leg: Leg) -> bool:
         return all(self._outputs[i].has_finished for i in leg.output_indices)
 
-    def leg_failed(self, leg: "_Leg", error: TandemError, *, at_prefill: bool) -> None:
+    def leg_failed(self, leg: Leg, error: TandemError, *, at_prefill: bool) -> None:
         self._legs.remove(leg)
         leg.end()
         loss = leg.loss(error, has_begun=self._has_begun, at_prefill=at_prefill)
@@ -248,7 +223,7 @@ class Journey:
         """Generated so far."""
         return sum(len(self._outputs[i].token_ids) for i in output_indices)
 
-    def _lay_blame(self, leg: "_Leg", loss: Loss) -> None:
+    def _lay_blame(self, leg: Leg, loss: Loss) -> None:
         """A request that fails on several workers is itself the reason: then none is to blame."""
         found, placement = blame(loss), leg.placement
         if not isinstance(loss.error, InternalError):
@@ -264,12 +239,12 @@ class Journey:
     def _affords(self, error: TandemError) -> bool:
         return not isinstance(error, InternalError) or self._dispatcher.may_retry()
 
-    def _resume(self, failed: "_Leg", attempt: int) -> "list[_Leg]":
+    def _resume(self, failed: Leg, attempt: int) -> list[Leg]:
         """Legs that carry on with what `failed` has not finished."""
         unfinished = [i for i in failed.output_indices if not self._outputs[i].has_finished]
         if not self._has_begun:
-            return [_Leg(self, self._renamed(self._request), unfinished, attempt)]
-        return [_Leg(self, self._renamed(self._resubmission(i)), [i], attempt) for i in unfinished]
+            return [Leg(self, self._renamed(self._request), unfinished, attempt)]
+        return [Leg(self, self._renamed(self._resubmission(i)), [i], attempt) for i in unfinished]
 
     def _resubmission(self, output_index: int) -> GenerateRequest:
         so_far = pack_tokens(self._outputs[output_index].token_ids)
@@ -301,7 +276,7 @@ class Journey:
         if all(leg.is_placed for leg in self._legs):
             self._dispatcher.do_not_call(self._retry)
 
-    def _place(self, leg: "_Leg") -> bool:
+    def _place(self, leg: Leg) -> bool:
         placement = self._dispatcher.submit(leg.request, leg, self._avoid)
         if placement is None:
             return False
@@ -318,137 +293,3 @@ class Journey:
         if not self._has_ended:
             self.stop()
             self._inbox.fail(error)
-
-
-class _Leg:
-    """One submission of some outputs: the sink that the session talks to."""
-
-    def __init__(
-        self, journey: Journey, request: GenerateRequest, output_indices: list[int], attempt: int
-    ) -> None:
-        self.attempt = attempt
-        self.request = request
-        self.output_indices = output_indices
-        self._journey = journey
-        self._num_tokens_before = journey.num_tokens(output_indices)
-        self._running = set(output_indices)
-        self._placement: Placement | None = None
-        self._give_up: Timer | None = None
-        self._phase = Phase.NEW
-        self._has_failed = False
-
-    @property
-    def is_placed(self) -> bool:
-        return self._phase is not Phase.NEW
-
-    @property
-    def placement(self) -> Placement:
-        assert self._placement is not None
-        return self._placement
-
-    def loss(self, error: TandemError, *, has_begun: bool, at_prefill: bool) -> Loss:
-        return Loss(
-            error=error,
-            attempt=self.attempt,
-            num_new_tokens=self._journey.num_tokens(self.output_indices) - self._num_tokens_before,
-            has_begun=has_begun,
-            was_remote=self.placement.prefill_incarnation is not None,
-            at_prefill=at_prefill,
-        )
-
-    def suspects(self, loss: Loss) -> list[str]:
-        """Incarnations that the next attempt should avoid."""
-        found = []
-        prefill = self.placement.prefill_incarnation
-        if prefill is not None and avoids_prefill(loss):
-            found.append(prefill)
-        if avoids_decode(loss):
-            found.append(self.placement.decode_incarnation)
-        return found
-
-    def gives_up_by(self, timer: Timer) -> None:
-        """It is cancelled when the leg is placed before it rings."""
-        self._give_up = timer
-
-    def _waits_no_more(self) -> None:
-        if self._give_up is not None:
-            self._give_up.cancel()
-            self._give_up = None
-
-    def placed(self, placement: Placement) -> None:
-        self._placement = placement
-        self._waits_no_more()
-        self._move(Phase.SUBMITTED)
-
-    def end(self, *, has_stopped: bool = False) -> None:
-        """Idempotent. A worker that is still running outputs of this leg is told to stop."""
-        self._waits_no_more()
-        if self._phase is not Phase.ENDED:
-            self._move(Phase.ENDED)
-            if self._placement is not None:
-                self._placement.end(
-                    is_complete=not self._running,
-                    has_failed=self._has_failed,
-                    has_stopped=has_stopped,
-                )
-
-    def cancel_output(self, output_index: int) -> None:
-        """The router has ended this output; the leg's others go on."""
-        if output_index in self._running and self._placement is not None:
-            self._running.discard(output_index)
-            self._placement.cancel_output(output_index)
-
-    # --- Sink -------------------------------------------------------------------------------------
-
-    def admitted(self, num_cached_tokens: int, needs_route: bool) -> None:
-        if self._phase is not Phase.SUBMITTED:
-            return
-        self._move(Phase.ADMITTED)
-        self._journey.admitted()
-        if self._placement is not None:
-            avoid = self._journey.avoid
-            if not self._placement.admitted(num_cached_tokens, avoid, needs_route=needs_route):
-                self._has_failed = True
-                nobody = PrefillLost("there is no prefill worker, and --prefill-where is remote")
-                self._journey.leg_failed(self, nobody, at_prefill=False)
-
-    def prefill_done(self, num_cached_tokens: int, prompt_logprobs: PromptLogprobs | None) -> None:
-        if self._phase in (Phase.SUBMITTED, Phase.ADMITTED):
-            self._prefilled()
-            self._journey.prefilled(num_cached_tokens, prompt_logprobs)
-
-    def token(
-        self,
-        output_index: int,
-        token_id: int,
-        finish_reason: FinishReason | None,
-        logprobs: TokenLogprobs | None,
-    ) -> None:
-        if self._phase is not Phase.PREFILLED:
-            if self._phase is Phase.ENDED:
-                return
-            self._prefilled()
-        if output_index not in self.output_indices:
-            return
-        if finish_reason is not None:
-            self._running.discard(output_index)
-        self._journey.token(output_index, token_id, finish_reason, logprobs)
-        if finish_reason is not None and self._journey.leg_done(self):
-            self.end()
-
-    def failed(self, error: TandemError, *, at_prefill: bool = False) -> None:
-        if self._phase is not Phase.ENDED:
-            self._has_failed = True
-            self._running.clear()
-            self._journey.leg_failed(self, error, at_prefill=at_prefill)
-
-    def _prefilled(self) -> None:
-        if self._phase is Phase.SUBMITTED:
-            self._journey.admitted()
-        self._move(Phase.PREFILLED)
-        assert self._placement is not None
-        self._placement.prefilled()
-
-    def _move(self, to: Phase) -> None:
-        assert to in LEGAL[self._phase], (self._phase, to)
-        self._phase = to

@@ -18,6 +18,7 @@ from prometheus_client.metrics_core import (
     Metric,
 )
 
+from common.errors import Cancelled, TandemError
 from common.types import Role
 from router.admission.admission import Admission
 from router.fleet.fleet import Fleet
@@ -62,6 +63,19 @@ class RouterMetrics:
         self.registry.register(_FleetCollector(fleet))
         self.registry.register(self.tokens)
         self.registry.register(self.routes)
+
+    def ended(self, endpoint: str, error: TandemError | None) -> None:
+        """A request is over."""
+        if error is None:
+            self.requests.labels(endpoint, "success").inc()
+            return
+        outcome = "error"
+        if isinstance(error, Cancelled):
+            outcome = "abort"
+        elif error.http_status < 500:
+            outcome = "rejected"
+        self.requests.labels(endpoint, outcome).inc()
+        self.errors.labels(error.code).inc()
 
     def _counter(self, name: str, text: str, labels: tuple[str, ...] = ()) -> Counter:
         return Counter(f"tandem_router_{name}", text, labels, registry=self.registry)

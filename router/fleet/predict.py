@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from common.scheduling.chunk_budget import chunk_s, itl_target_s, quiet_step_s
 from common.scheduling.step_time import StepTimes
-from router.fleet.fleet import Worker
+from router.fleet.worker import Worker
 
 DEFAULT_CHUNK_TOKENS = 512
 """Where a worker does not say."""

@@ -31,6 +31,9 @@ class PrefixIndex:
     def num_held(self, worker: int) -> int:
         return len(self._held.get(worker, ()))
 
+    def held(self, worker: int) -> set[bytes]:
+        return set(self._held.get(worker, ()))
+
     def knows(self, worker: int) -> bool:
         """Whether the worker reports what it holds."""
         return worker in self._bits

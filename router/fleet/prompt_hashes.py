@@ -16,7 +16,8 @@ import anyio.to_thread
 
 from common.messages import GenerateRequest
 from common.scheduling.block_hash import block_hashes, root_hash
-from router.fleet.fleet import BlockNaming, Fleet
+from router.fleet.fleet import Fleet
+from router.fleet.worker import BlockNaming
 
 LARGE_TOKENS = 16_384
 """Prompts from here on (a millisecond) are hashed on a thread."""

@@ -14,7 +14,6 @@ from typing import Protocol, TypeVar
 
 from common.scheduling.step_time import StepTimes
 from common.types import Role
-from router.fleet.fleet import Worker
 from router.fleet.predict import (
     DEFAULT_CHUNK_TOKENS,
     Demand,
@@ -24,6 +23,7 @@ from router.fleet.predict import (
     remote_s,
     with_prefill,
 )
+from router.fleet.worker import Worker
 
 _TOKENS_PER_REQUEST = 1024
 """So many prompt tokens still to compute weigh as much as one running request."""

@@ -12,7 +12,7 @@ from typing import Protocol
 
 import anyio
 
-from common.errors import DecodeLost, Draining, MalformedMessage, TandemError
+from common.errors import DecodeLost, Draining, MalformedMessage, TandemError, first_of
 from common.messages import (
     Admitted,
     Cancel,
@@ -132,7 +132,7 @@ class Session:
                 await self._read()
                 group.cancel_scope.cancel()
         except* TandemError as found:
-            error = _first(found)
+            error = first_of(found)
         finally:
             self._stream.cancel()
             self._has_ended = True
@@ -189,11 +189,3 @@ class Session:
             sink = sinks.get(request_id)
             if sink is not None:
                 sink.token(index, token_id, finish, entry)
-
-
-def _first(group: BaseExceptionGroup[TandemError]) -> TandemError:
-    found: BaseException = group
-    while isinstance(found, BaseExceptionGroup):
-        found = found.exceptions[0]
-    assert isinstance(found, TandemError)
-    return found

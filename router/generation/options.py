@@ -26,22 +26,23 @@ from common.limits import (
 from common.request_checks import MAX_PRIORITY, listed_ids
 from common.types import SamplingParams
 from router.generation.sampling_defaults import MIN_REPETITION_PENALTY, NEUTRAL, SamplingDefaults
-from router.grammar.structured import Form, read_form
+from router.grammar.structured import Form, read_form, read_response_format
 from router.reading.fields import Fields
-from router.reading.protocols import CHAT, COMPLETIONS, Protocol
+from router.reading.protocols import COMPLETIONS, Names
 from router.text.stop import StopSet
-from router.text.tools import ToolUse, read_tools
+from router.text.tools import ToolUse
 
-_INT64 = 2**63
+INT64 = 2**63
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
     """What a client asked for. `max_tokens` None: the endpoint's default; `seed` None: one is
-    drawn. `form` becomes the sampling's grammar when the options are checked (generation.py).
+    drawn. `form` becomes the sampling's grammar when the options are checked (service.py).
     """
 
     sampling: SamplingParams
+    names: Names
     max_tokens: int | None
     seed: int | None
     stops: StopSet | None
@@ -76,61 +77,78 @@ class Vocabulary:
     eos_token_ids: tuple[int, ...]
     encode: Callable[[str], list[int]]
     """Of a few words, without special tokens."""
+    takes_parts: bool = False
+    """The chat template reads content in parts."""
     keeps_tools_open: bool = False
     defaults: SamplingDefaults = NEUTRAL
 
 
-def read_chat_options(fields: Fields, vocabulary: Vocabulary) -> Options:
-    has_logprobs = fields.boolean("logprobs", False)
-    num_top = fields.integer("top_logprobs", 0, MAX_LOGPROBS)
-    if num_top and not has_logprobs:
-        raise InvalidRequest("top_logprobs needs logprobs to be true", param="top_logprobs")
-    newer = fields.integer("max_completion_tokens", 1, _INT64)
-    older = fields.integer("max_tokens", 1, _INT64)
-    return _read(
-        fields,
-        vocabulary,
-        logprobs=(num_top or 0) if has_logprobs else None,
-        max_tokens=older if newer is None else newer,
-        tools=read_tools(fields, keeps_open=vocabulary.keeps_tools_open),
-        protocol=CHAT,
-    )
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Said:
+    """What each protocol says in words of its own; the rest is called alike in all of them."""
+
+    max_tokens: int | None
+    names: Names
+    logprobs: int | None = None
+    echo: bool = False
+    tools: ToolUse | None = None
+    form: Form | None = None
+    usage: "StreamOptions | None" = None
 
 
-def read_completion_options(fields: Fields, vocabulary: Vocabulary) -> Options:
+def read_completion_options(fields: Fields, vocabulary: Vocabulary, names: Names) -> Options:
+    COMPLETIONS.read(fields)
     echo = fields.boolean("echo", False)
-    logprobs = fields.integer("logprobs", 0, MAX_LOGPROBS)
-    return _read(
-        fields,
-        vocabulary,
-        logprobs=logprobs,
+    said = Said(
         # with echo, 0 asks for the prompt alone
-        max_tokens=fields.integer("max_tokens", 0 if echo else 1, _INT64),
+        max_tokens=fields.integer("max_tokens", 0 if echo else 1, INT64),
+        names=names,
+        logprobs=fields.integer("logprobs", 0, MAX_LOGPROBS),
         echo=echo,
-        protocol=COMPLETIONS,
+        form=read_response_format(fields.object("response_format")),
+        usage=read_stream_options(fields),
+    )
+    return read_options(fields, vocabulary, said)
+
+
+def read_options(fields: Fields, vocabulary: Vocabulary, said: Said) -> Options:
+    """Raises InvalidRequest."""
+    sampling = _sampling(fields, vocabulary, said)
+    priority = fields.integer("priority", -MAX_PRIORITY, MAX_PRIORITY)
+    usage = said.usage or StreamOptions()
+    form = _form(fields, said)
+    if form is not None and not set(vocabulary.eos_token_ids) <= set(sampling.stop_token_ids):
+        raise InvalidRequest(
+            "ignore_eos cannot be combined with a format of the output", param="ignore_eos"
+        )
+    return Options(
+        sampling=sampling,
+        names=said.names,
+        max_tokens=said.max_tokens,
+        seed=fields.integer("seed", -INT64, 2 * INT64 - 1),
+        stops=_stops(fields, said.names.stop),
+        include_stop=fields.boolean("include_stop_str_in_output", False),
+        stream=fields.boolean("stream", False),
+        include_usage=usage.include_usage,
+        has_usage_in_chunks=usage.continuous_usage_stats,
+        # as vLLM has it, clients count the other way: lower is sooner
+        priority=None if priority is None else -priority,
+        cache_salt=_cache_salt(fields),
+        echo=said.echo,
+        tools=said.tools,
+        form=form,
+        prompt_logprobs=_prompt_logprobs(fields),
+        returns_token_ids=fields.boolean("return_token_ids", False),
+        names_tokens_by_id=fields.boolean("return_tokens_as_token_ids", False),
+        keeps_last=_keeps_last(fields),
     )
 
 
-def _read(
-    fields: Fields,
-    vocabulary: Vocabulary,
-    *,
-    logprobs: int | None,
-    max_tokens: int | None,
-    echo: bool = False,
-    tools: ToolUse | None = None,
-    protocol: Protocol,
-) -> Options:
+def _sampling(fields: Fields, vocabulary: Vocabulary, said: Said) -> SamplingParams:
     n = fields.integer("n", 1, MAX_N) or 1
-    defaults = vocabulary.defaults
-    stream = fields.boolean("stream", False)
-    min_tokens = fields.integer("min_tokens", 0, _INT64 - 1) or 0
-    if max_tokens is not None and min_tokens > max_tokens:
-        raise fields.wrong("min_tokens", f"must not exceed max_tokens ({max_tokens})", min_tokens)
-    protocol.read(fields)
     _refuse_best_of(fields, n)
-    prompt_logprobs = _prompt_logprobs(fields, stream)
-    scored = [c for c in (prompt_logprobs, logprobs if echo else None) if c is not None]
+    defaults = vocabulary.defaults
+    scored = (_prompt_logprobs(fields), said.logprobs if said.echo else None)
     sampling = SamplingParams(
         max_tokens=0,
         temperature=fields.number("temperature", defaults.temperature, 0.0, 2.0),
@@ -143,63 +161,45 @@ def _read(
             "repetition_penalty", defaults.repetition_penalty, MIN_REPETITION_PENALTY, 2.0
         ),
         logit_bias=_logit_bias(fields, vocabulary),
-        min_tokens=min_tokens,
+        min_tokens=_min_tokens(fields, said),
         stop_token_ids=_stop_token_ids(fields, vocabulary),
-        logprobs=logprobs,
+        logprobs=said.logprobs,
         n=n,
         bad_words=_bad_words(fields, vocabulary),
-        prompt_logprobs=max(scored, default=None),
+        prompt_logprobs=max((count for count in scored if count is not None), default=None),
     )
     _check_ids(sampling)
-    priority = fields.integer("priority", -MAX_PRIORITY, MAX_PRIORITY)
-    usage = _stream_options(fields, stream)
-    form = _form(fields, tools)
-    if form is not None and not set(vocabulary.eos_token_ids) <= set(sampling.stop_token_ids):
-        raise InvalidRequest(
-            "ignore_eos cannot be combined with a format of the output", param="ignore_eos"
-        )
-    return Options(
-        sampling=sampling,
-        max_tokens=max_tokens,
-        seed=fields.integer("seed", -_INT64, 2 * _INT64 - 1),
-        stops=_stops(fields),
-        include_stop=fields.boolean("include_stop_str_in_output", False),
-        stream=stream,
-        include_usage=usage.include_usage,
-        has_usage_in_chunks=usage.continuous_usage_stats,
-        # as vLLM has it, clients count the other way: lower is sooner
-        priority=None if priority is None else -priority,
-        cache_salt=_cache_salt(fields),
-        echo=echo,
-        tools=tools,
-        form=form,
-        prompt_logprobs=prompt_logprobs,
-        returns_token_ids=fields.boolean("return_token_ids", False),
-        names_tokens_by_id=fields.boolean("return_tokens_as_token_ids", False),
-        keeps_last=_keeps_last(fields),
-    )
+    return sampling
+
+
+def _min_tokens(fields: Fields, said: Said) -> int:
+    given = fields.integer("min_tokens", 0, INT64 - 1) or 0
+    if said.max_tokens is not None and given > said.max_tokens:
+        rule = f"must not exceed {said.names.max_tokens} ({said.max_tokens})"
+        raise fields.wrong("min_tokens", rule, given)
+    return given
 
 
 def _keeps_last(fields: Fields) -> int | None:
     name = "truncate_prompt_tokens"
-    given = fields.integer(name, -1, _INT64 - 1)
+    given = fields.integer(name, -1, INT64 - 1)
     if given == 0:
         raise fields.wrong(name, "must be -1 or at least 1", given)
     return given
 
 
-def _form(fields: Fields, tools: ToolUse | None) -> Form | None:
+def _form(fields: Fields, said: Said) -> Form | None:
     """A call that is forced has a form of its own, which makes any other one moot."""
-    form = read_form(fields)
+    form, tools = read_form(fields, said.form), said.tools
     if tools is None or not (tools.is_named or tools.choice == "required"):
         return form
     return Form(name="tools", kind="json", source=tools.schema)
 
 
-def _prompt_logprobs(fields: Fields, stream: bool) -> int | None:
+def _prompt_logprobs(fields: Fields) -> int | None:
     """How many alternatives for each prompt token."""
     wanted = fields.integer("prompt_logprobs", 0, MAX_LOGPROBS)
-    if wanted is not None and stream:
+    if wanted is not None and fields.boolean("stream", False):
         raise InvalidRequest(
             "prompt_logprobs are not available with stream", param="prompt_logprobs"
         )
@@ -278,7 +278,7 @@ def _refuse_best_of(fields: Fields, n: int) -> None:
 
 def _top_k(fields: Fields, vocabulary: Vocabulary) -> int:
     """0 and -1 are off; as many as there are is off too."""
-    top_k = fields.integer("top_k", -1, _INT64 - 1)
+    top_k = fields.integer("top_k", -1, INT64 - 1)
     if top_k is None:
         top_k = vocabulary.defaults.top_k
     return top_k if 0 < top_k < vocabulary.size else 0
@@ -306,37 +306,37 @@ def _stop_token_ids(fields: Fields, vocabulary: Vocabulary) -> tuple[int, ...]:
     return tuple(dict.fromkeys([*ids, *(() if ignore_eos else vocabulary.eos_token_ids)]))
 
 
-def _stops(fields: Fields) -> StopSet | None:
-    given = fields.take("stop")
+def _stops(fields: Fields, name: str) -> StopSet | None:
+    given = fields.take(name)
     if given is None or given == []:
         return None
     stops = [given] if isinstance(given, str) else given
     if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
-        raise fields.wrong("stop", "must be a string or a list of strings", given)
+        raise fields.wrong(name, "must be a string or a list of strings", given)
     if not all(stops):
-        raise fields.wrong("stop", "must not hold an empty string", given)
+        raise fields.wrong(name, "must not hold an empty string", given)
     if len(stops) > MAX_STOPS:
-        raise fields.wrong("stop", f"must hold at most {MAX_STOPS} strings", len(stops))
+        raise fields.wrong(name, f"must hold at most {MAX_STOPS} strings", len(stops))
     num_chars = sum(map(len, stops))
     if num_chars > MAX_STOP_CHARS:
-        raise fields.wrong("stop", f"must have at most {MAX_STOP_CHARS} characters", num_chars)
+        raise fields.wrong(name, f"must have at most {MAX_STOP_CHARS} characters", num_chars)
     return StopSet(stops)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _StreamOptions:
+class StreamOptions:
     include_usage: bool = False
     continuous_usage_stats: bool = False
 
 
-def _stream_options(fields: Fields, stream: bool) -> _StreamOptions:
+def read_stream_options(fields: Fields) -> StreamOptions:
     given = fields.object("stream_options")
     if given is None:
-        return _StreamOptions()
-    if not stream:
+        return StreamOptions()
+    if not fields.boolean("stream", False):
         raise InvalidRequest("stream_options needs stream to be true", param="stream_options")
     options = Fields(given, "stream_options.")
-    found = _StreamOptions(
+    found = StreamOptions(
         include_usage=options.boolean("include_usage", False),
         continuous_usage_stats=options.boolean("continuous_usage_stats", False),
     )

@@ -141,6 +141,8 @@ class _Preparing:
     # --- bounds -----------------------------------------------------------------------------------
 
     def _check(self, schema: Schema) -> None:
+        if not isinstance(schema.get("format", ""), str):
+            raise self._wrong(f"has a format that is no text: {shortened(schema['format'])}")
         for name in _ITEM_COUNTS:
             self._check_number(schema, name, MAX_SCHEMA_ITEMS)
         for name in ("minProperties", "maxProperties"):
@@ -188,8 +190,8 @@ class _Preparing:
 
 
 def _drop_what_asks_for_nothing(schema: Schema) -> None:
-    if schema.get("format") not in FORMATS:
-        schema.pop("format", None)
+    if isinstance(schema.get("format"), str) and schema["format"] not in FORMATS:
+        del schema["format"]
     if schema.get("uniqueItems") is False or _at_most_one_item(schema):
         schema.pop("uniqueItems", None)
     for name in ("dependentRequired", "dependentSchemas", "dependencies"):

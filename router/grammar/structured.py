@@ -1,9 +1,9 @@
 """What constrains an answer's form, from the fields of a request to a job for the compiler.
 
-OpenAI's `response_format` and vLLM's `guided_*` and `structured_outputs` say the same things in
-different words; one of them may be given. `read_form` takes them as they are, which is quick;
-the compiler (router/grammar/compiler.py) makes llguidance's own text of them in a process of its
-own, so a wrong one is the client's error and no worker sees it.
+A protocol's own format (`read_response_format`) and vLLM's `guided_*` and `structured_outputs` say
+the same things in different words; one of them may be given. They are taken as they are, which is
+quick; the compiler (router/grammar/compiler.py) makes llguidance's own text of them in a process of
+its own, so a wrong one is the client's error and no worker sees it.
 """
 
 import dataclasses
@@ -40,12 +40,12 @@ class Form:
         return Job(kind=self.kind, name=self.name, source=self.source, whitespace=self.whitespace)
 
 
-def read_form(fields: Fields) -> Form | None:
-    """The one constraint that the fields name. Raises InvalidRequest."""
+def read_form(fields: Fields, own: Form | None) -> Form | None:
+    """The one constraint that the fields name, or the protocol's own. Raises InvalidRequest."""
     found = [
         form
         for form in (
-            _response_format(fields),
+            own,
             _structured_outputs(fields),
             *(_guided(fields, f"guided_{kind}", kind) for kind in _KINDS),
         )
@@ -61,33 +61,31 @@ def _schema_form(name: str, schema: dict[str, Any], whitespace: str | None = Non
     return Form(name=name, kind="json", source=schema, whitespace=whitespace)
 
 
-def _response_format(fields: Fields) -> Form | None:
-    given = fields.object("response_format")
-    if given is None:
-        return None
-    kind = given.get("type")
-    if kind == "text":
+def read_response_format(
+    given: dict[str, Any] | None, name: str = "response_format", *, is_flat: bool = False
+) -> Form | None:
+    """OpenAI's words for it. `is_flat`: a schema stands beside its type, without a frame."""
+    kind = "text" if given is None else given.get("type")
+    if given is None or kind == "text":
         return None
     if kind == "json_object":
-        return _schema_form("response_format", {"type": "object"})
+        return _schema_form(name, {"type": "object"})
     if kind == "json_schema":
-        described = given.get("json_schema")
+        described = given if is_flat else given.get("json_schema")
+        where = f"{name}.schema" if is_flat else f"{name}.json_schema.schema"
         schema = described.get("schema") if isinstance(described, dict) else None
         if not isinstance(schema, dict):
-            raise InvalidRequest(
-                "response_format.json_schema.schema must be an object",
-                param="response_format.json_schema.schema",
-            )
+            raise InvalidRequest(f"{where} must be an object", param=where)
         if isinstance(described, dict) and described.get("strict") is True:
-            schema = strict(schema, "response_format.json_schema.schema")
-        return _schema_form("response_format", schema)
+            schema = strict(schema, where)
+        return _schema_form(name, schema)
     if kind == "structural_tag":
-        tags = read_structural_tag(given, "response_format")
-        return Form(name="response_format", kind="structural_tag", source=tags)
+        tags = read_structural_tag(given, name)
+        return Form(name=name, kind="structural_tag", source=tags)
     raise UnsupportedParameter(
-        "response_format.type must be text, json_object, json_schema or structural_tag, got "
+        f"{name}.type must be text, json_object, json_schema or structural_tag, got "
         f"{shortened(kind)}",
-        param="response_format",
+        param=name,
     )
 
 

@@ -30,6 +30,10 @@ class Fields:
         self._unread.pop(name, None)
         return self._values.get(name)
 
+    def has(self, name: str) -> bool:
+        """Whether it is there; reads nothing."""
+        return self._values.get(name) is not None
+
     def text(self, name: str) -> str | None:
         value = self.take(name)
         if value is not None and not isinstance(value, str):

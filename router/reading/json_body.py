@@ -10,12 +10,8 @@ import math
 import reprlib
 from typing import Any
 
-import anyio
-import anyio.to_thread
-
 from common.errors import InvalidRequest
 from common.limits import (
-    LARGE_BODY_BYTES,
     MAX_INTEGER_DIGITS,
     MAX_JSON_DEPTH,
     MAX_JSON_OBJECTS,
@@ -26,13 +22,6 @@ from router.reading.json_shape import shape_of
 
 class TooMuchJson(InvalidRequest):
     """Nested too deeply, or too much of it; nothing was made of it."""
-
-
-async def read_json_object(body: bytes, threads: anyio.CapacityLimiter) -> dict[str, Any]:
-    """As `parse_json_object`, a large one in a thread."""
-    if len(body) < LARGE_BODY_BYTES:
-        return parse_json_object(body)
-    return await anyio.to_thread.run_sync(parse_json_object, body, limiter=threads)
 
 
 def parse_json_object(body: bytes) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """What each protocol's fields do here, apart from those that are honoured.
 
-Honoured fields are read where they work (options.py, tools.py, structured.py, http_*.py). The
+Honoured fields are read where they work (options.py, tools.py, structured.py, api/). The
 others stand here: hints that a server may ignore without changing what an answer says, and things
 that this server does not do, which are refused unless their value asks for nothing. What stands
 nowhere is unknown, and refused as well. docs/api.md prints this table; a test compares.
@@ -15,6 +15,15 @@ from router.reading.fields import Fields
 _TEXT = (str,)
 _FLAG = (bool,)
 _OBJECT = (dict,)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Names:
+    """What a client calls the fields that have other names elsewhere: errors say what it sent."""
+
+    prompt: str = "prompt"
+    max_tokens: str = "max_tokens"
+    stop: str = "stop"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,13 +4,20 @@ One `Bodies` for a router; each exchange has a `Hold` on it, which ends with the
 """
 
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
-import anyio
-
+from common.clock import Clock
 from common.errors import Overloaded, RequestTimeout, RequestTooLarge
-from common.limits import BODY_S, MAX_BODIES_BYTES, PARSING_THREADS, SMALL_BODY_BYTES
-from router.reading.json_body import read_json_object
+from common.limits import (
+    BODY_S,
+    LARGE_BODY_BYTES,
+    MAX_BODIES_BYTES,
+    PARSING_THREADS,
+    SMALL_BODY_BYTES,
+)
+from router.reading.json_body import parse_json_object
+from router.reading.side_threads import SideThreads
 
 Receive = Callable[[], Awaitable[Any]]
 
@@ -20,9 +27,10 @@ class ClientGone(Exception):
 
 
 class Bodies:
-    def __init__(self, max_bytes: int = MAX_BODIES_BYTES) -> None:
+    def __init__(self, clock: Clock, max_bytes: int = MAX_BODIES_BYTES) -> None:
+        self.clock = clock
         self._max_bytes = max_bytes
-        self._threads: anyio.CapacityLimiter | None = None
+        self._threads = SideThreads(PARSING_THREADS)
         self.num_bytes = 0
 
     def hold(self) -> "Hold":
@@ -39,9 +47,8 @@ class Bodies:
 
     async def parse(self, body: bytes) -> dict[str, Any]:
         """Few large ones at a time: they share the interpreter with the event loop."""
-        if self._threads is None:
-            self._threads = anyio.CapacityLimiter(PARSING_THREADS)
-        return await read_json_object(body, self._threads)
+        parse = partial(parse_json_object, body)
+        return await self._threads.run_if(len(body) >= LARGE_BODY_BYTES, parse)
 
 
 class Hold:
@@ -55,7 +62,7 @@ class Hold:
         """Raises RequestTooLarge, RequestTimeout, Overloaded or ClientGone."""
         if announced is not None and announced.isdigit() and int(announced) > max_bytes:
             raise RequestTooLarge(f"the body has {announced} bytes; the limit is {max_bytes}")
-        with anyio.move_on_after(BODY_S):
+        with self._bodies.clock.deadline(BODY_S):
             return await self._read(receive, max_bytes)
         raise RequestTimeout(f"the body was not there within {BODY_S:g} s")
 

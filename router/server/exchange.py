@@ -6,18 +6,17 @@ arises.
 """
 
 import json
-import logging
 import math
 import re
-from collections.abc import Awaitable, Callable, Collection, Sequence
-from typing import Any, ClassVar
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
 
 import anyio
 from starlette.types import Receive, Scope, Send
 
+from common.clock import MonotonicClock
 from common.errors import (
     Cancelled,
-    InternalError,
     RequestTimeout,
     RequestTooLarge,
     TandemError,
@@ -26,8 +25,7 @@ from common.errors import (
 )
 from router.admission.keys import Key
 from router.server.bodies import Bodies, ClientGone
-
-log = logging.getLogger(__name__)
+from router.server.outcome import explained
 
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 KEY_IN_SCOPE = "tandem.key"
@@ -38,22 +36,28 @@ _SLICE = 128
 _TYPES = {401: "authentication_error", 429: "rate_limit_error", 499: "cancelled"}
 
 
+def request_id_of(headers: Mapping[str, bytes], new_request_id: Callable[[], str]) -> str:
+    """The client's own, where it is usable."""
+    given = headers.get("x-request-id", b"").decode("latin-1")
+    return given if _REQUEST_ID.fullmatch(given) else new_request_id()
+
+
+def headers_of(scope: Scope) -> dict[str, bytes]:
+    return {name.decode("latin-1"): value for name, value in scope["headers"]}
+
+
 class Exchange:
     def __init__(
         self, scope: Scope, receive: Receive, send: Send, new_request_id: Callable[[], str]
     ) -> None:
         self._receive = receive
         self._send = send
-        self._headers = {name.decode("latin-1"): value for name, value in scope["headers"]}
-        given = self.header("x-request-id")
-        is_usable = given is not None and _REQUEST_ID.fullmatch(given) is not None
-        self.request_id = given if given is not None and is_usable else new_request_id()
+        self._headers = headers_of(scope)
+        self.request_id = request_id_of(self._headers, new_request_id)
         self.has_started = False
-        self.sent: Collection[str] = ()
-        """The names of the body's fields, once it has been read."""
         self.key: Key | None = scope.get(KEY_IN_SCOPE)
         self.peer: str = (scope.get("client") or ("",))[0]
-        bodies: Bodies = scope.get(BODIES_IN_SCOPE) or Bodies()
+        bodies: Bodies = scope.get(BODIES_IN_SCOPE) or Bodies(MonotonicClock())
         self._hold = bodies.hold()
 
     def header(self, name: str) -> str | None:
@@ -68,9 +72,7 @@ class Exchange:
         encoding = self.header("content-encoding")
         if encoding not in (None, "", "identity"):
             raise UnsupportedMediaType(f"content-encoding {encoding} is not supported")
-        found = await self.parse(await self.body(max_bytes))
-        self.sent = found.keys()
-        return found
+        return await self.parse(await self.body(max_bytes))
 
     def has_body(self) -> bool:
         return self.header("content-length") not in (None, "0") or (
@@ -159,16 +161,8 @@ class Exchange:
         await self._send({"type": "http.response.start", "status": status, "headers": all_headers})
 
 
-Renamed = Sequence[tuple[re.Pattern[str], str]]
-
-
 class Endpoint:
     """An ASGI application that answers one kind of request."""
-
-    renamed: ClassVar[Renamed] = ()
-    """What a field is called here that is read under another name: errors must name what the
-    client sent.
-    """
 
     def __init__(self, name: str, new_request_id: Callable[[], str]) -> None:
         self.name = name
@@ -181,25 +175,12 @@ class Endpoint:
             await self.answer(exchange, scope)
         except ClientGone:
             error = Cancelled("the client went away")
-        except TandemError as found:
-            # with its traceback it would hold the request until the next full collection
-            error = found.with_traceback(None)
-            self._rename(found, exchange.sent)
-            await self._explain(exchange, found)
-        except Exception:
-            log.exception("%s failed, request %s", self.name, exchange.request_id)
-            error = InternalError("internal error; see the router's log")
+        except Exception as found:
+            error = explained(found, f"{self.name}, request {exchange.request_id},")
             await self._explain(exchange, error)
         finally:
             exchange.close()
         self.ended(error)
-
-    def _rename(self, error: TandemError, sent: Collection[str]) -> None:
-        if error.param in sent:
-            return  # by that very name
-        for pattern, name in self.renamed:
-            error.message = pattern.sub(name, error.message)
-            error.param = error.param and pattern.sub(name, error.param)
 
     async def answer(self, exchange: Exchange, scope: Scope) -> None:
         """Answers the request. Raises whatever the client must be told instead."""

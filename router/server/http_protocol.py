@@ -16,12 +16,11 @@ before the answer starts, and with an SSE comment in a stream. A reset then ends
 any disconnect.
 """
 
-import asyncio
-
 import httptools
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
+from common.clock import LoopTimers, Timer
 from common.errors import TandemError
 from common.http_protocol import BoundedProtocol
 from router.server.exchange import error_body
@@ -35,7 +34,7 @@ _OF_AN_UPGRADE = (b"upgrade", b"http2-settings")
 
 
 class HttpProtocol(BoundedProtocol):
-    _probe: asyncio.TimerHandle | None = None
+    _probe: Timer | None = None
 
     def parse(self, data: bytes) -> None:
         self._unset_keepalive_if_required()
@@ -107,7 +106,7 @@ class HttpProtocol(BoundedProtocol):
             self.transport.write(_CONTINUE)
         elif cycle.chunked_encoding:
             self.transport.write(_COMMENT)
-        self._probe = self.loop.call_later(PROBE_S, self._send_probe)
+        self._probe = LoopTimers().call_later(PROBE_S, self._send_probe)
 
 
 def _until_close(app: ASGIApp, cycle: RequestResponseCycle) -> ASGIApp:

@@ -6,7 +6,7 @@ parts itself, `developer` is another word for `system`, and the arguments of too
 objects (arguments that were cut off stay the text they are). Parts that are not text are refused.
 """
 
-from collections.abc import Sequence, Sized
+from collections.abc import Sized
 from typing import Any
 
 from common.errors import InvalidRequest, UnsupportedParameter
@@ -18,26 +18,23 @@ ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _TEXT_PARTS = ("text", "input_text", "output_text")
 
 
-def normalized_messages(
-    given: Any, *, takes_parts: bool, places: Sequence[str] | None = None
-) -> list[Message]:
-    """`places`: what the client calls each of them, if not `messages[i]`. Raises InvalidRequest."""
+def normalized_messages(given: Any, *, takes_parts: bool) -> list[Message]:
+    """The messages of a chat. Raises InvalidRequest."""
     if not isinstance(given, list):
         raise InvalidRequest("messages must be a list of messages", param="messages")
     if not given:
         raise InvalidRequest("messages must not be empty", param="messages")
     check_count(given)
-    if places is None:
-        places = [f"messages[{i}]" for i in range(len(given))]
-    return [_normalized(m, place, takes_parts) for m, place in zip(given, places, strict=True)]
+    return [normalized(m, f"messages[{i}]", takes_parts) for i, m in enumerate(given)]
 
 
-def check_count(given: Sized) -> None:
+def check_count(given: Sized, name: str = "messages") -> None:
     if len(given) > MAX_MESSAGES:
-        raise InvalidRequest(f"more than {MAX_MESSAGES} messages", param="messages")
+        raise InvalidRequest(f"more than {MAX_MESSAGES} messages", param=name)
 
 
-def _normalized(given: Any, where: str, takes_parts: bool) -> Message:
+def normalized(given: Any, where: str, takes_parts: bool) -> Message:
+    """One of them; `where` is the client's name for it."""
     if not isinstance(given, dict):
         raise InvalidRequest(f"{where} must be an object, got {shortened(given)}", param=where)
     message = {name: value for name, value in given.items() if value is not None}
@@ -54,13 +51,14 @@ def _normalized(given: Any, where: str, takes_parts: bool) -> Message:
             raise InvalidRequest(f"{where}.{name} must be a string", param=f"{where}.{name}")
     if "content" not in message and role != "assistant":
         raise InvalidRequest(f"{where}.content is required", param=f"{where}.content")
-    message["content"] = _content(message.get("content", ""), f"{where}.content", takes_parts)
+    message["content"] = read_content(message.get("content", ""), f"{where}.content", takes_parts)
     if "tool_calls" in message:
         message["tool_calls"] = _tool_calls(message["tool_calls"], f"{where}.tool_calls")
     return message
 
 
-def _content(content: Any, where: str, takes_parts: bool) -> Any:
+def read_content(content: Any, where: str, takes_parts: bool) -> Any:
+    """A text, or parts that are texts."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
@@ -93,14 +91,24 @@ def _tool_calls(calls: Any, where: str) -> list[Any]:
 
 def _tool_call(call: Any, where: str) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+    if not isinstance(function, dict):
         raise InvalidRequest(f"{where} must name a function", param=where)
+    return {**call, "function": called(function, f"{where}.function")}
+
+
+def called(
+    function: dict[str, Any], where: str, arguments_name: str = "arguments"
+) -> dict[str, Any]:
+    """A call's name and arguments; `where` is the client's name for what holds them."""
+    if not isinstance(function.get("name"), str):
+        raise InvalidRequest(f"{where}.name must be a string", param=f"{where}.name")
     arguments = function.get("arguments", "{}")
     if isinstance(arguments, str):
+        place = f"{where}.{arguments_name}"
         try:
-            arguments = parse_json(arguments or "{}", f"{where}.function.arguments", param=where)
+            arguments = parse_json(arguments or "{}", place, param=place)
         except TooMuchJson:
             raise
         except InvalidRequest:
             arguments = Verbatim(arguments)  # a call that was cut off, as we told it ourselves
-    return {**call, "function": {**function, "arguments": arguments}}
+    return {**function, "arguments": arguments}

@@ -1,10 +1,11 @@
 """Tools as a client offers them: what the template is told, and what the answer may be.
 
-`auto` leaves it to the model, whose calls a splitter finds (router/text/parts.py). `required` and a
+`auto` leaves it to the model, whose calls a splitter finds (router/text/calls.py). `required` and a
 named function are kept by a grammar, whatever the model has learned.
 """
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -105,76 +106,108 @@ def _placed(schema: dict[str, Any], name: str) -> dict[str, Any]:
     return {key: field(key, value) for key, value in schema.items() if key != "$id"}
 
 
-def read_tools(fields: Fields, *, keeps_open: bool) -> ToolUse | None:
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """`mode` is auto, required or none; with a `name` that function must be called."""
+
+    mode: str = "auto"
+    name: str | None = None
+
+
+def tool_use(
+    tools: tuple[dict[str, Any], ...], choice: Choice, *, is_parallel: bool, keeps_open: bool
+) -> ToolUse | None:
     """None when no tool may be used. Raises InvalidRequest."""
-    given = fields.take("tools")
-    choice = fields.take("tool_choice")
-    is_parallel = fields.boolean("parallel_tool_calls", True)
-    if given is not None and not isinstance(given, list):
-        raise fields.wrong("tools", "must be a list of tools", given)
-    if not given:
-        if choice not in (None, "none", "auto"):
+    if not tools:
+        if choice.name is not None or choice.mode == "required":
             raise InvalidRequest("tool_choice needs tools", param="tool_choice")
         return None
-    if len(given) > MAX_TOOLS:
-        raise fields.wrong("tools", f"must hold at most {MAX_TOOLS} tools", len(given))
-    tools = tuple(_tool(tool, f"tools[{i}]") for i, tool in enumerate(given))
     names = [tool["function"]["name"] for tool in tools]
     if len(set(names)) < len(names):
         raise InvalidRequest("two tools have the same name", param="tools")
-    if choice == "none":
+    if choice.mode == "none":
         return None
-    name = _chosen(choice)
-    if name is not None and name not in names:
+    if choice.name is not None and choice.name not in names:
         raise InvalidRequest(
-            f"tool_choice names {shortened(name)}, which is none of the tools", param="tool_choice"
+            f"tool_choice names {shortened(choice.name)}, which is none of the tools",
+            param="tool_choice",
         )
     return ToolUse(
         tools=tools,
-        choice=name or choice or "auto",
-        is_named=name is not None,
+        choice=choice.name or choice.mode,
+        is_named=choice.name is not None,
         is_parallel=is_parallel,
         keeps_open=keeps_open,
     )
 
 
-def _chosen(choice: Any) -> str | None:
-    """The function that must be called; None for auto and required."""
-    if choice in (None, "auto", "required"):
-        return None
-    function = choice.get("function") if isinstance(choice, dict) else None
-    name = function.get("name") if isinstance(function, dict) else None
-    if isinstance(choice, dict) and choice.get("type") == "function" and isinstance(name, str):
-        return name
-    raise InvalidRequest(
-        f"tool_choice must be none, auto, required or a function, got {shortened(choice)}",
-        param="tool_choice",
-    )
+def listed_tools(
+    fields: Fields, read: Callable[[dict[str, Any], str], dict[str, Any]]
+) -> tuple[dict[str, Any], ...]:
+    """The tools that a client offers; `read` makes each of the client's object and its place."""
+    given = fields.take("tools")
+    if given is None:
+        return ()
+    if not isinstance(given, list):
+        raise fields.wrong("tools", "must be a list of tools", given)
+    if len(given) > MAX_TOOLS:
+        raise fields.wrong("tools", f"must hold at most {MAX_TOOLS} tools", len(given))
+    found = []
+    for number, tool in enumerate(given):
+        where = f"tools[{number}]"
+        if not isinstance(tool, dict):
+            raise InvalidRequest(f"{where} must be an object, got {shortened(tool)}", param=where)
+        found.append(read(tool, where))
+    return tuple(found)
 
 
-def _tool(tool: Any, where: str) -> dict[str, Any]:
-    if not isinstance(tool, dict):
-        raise InvalidRequest(f"{where} must be an object, got {shortened(tool)}", param=where)
+def framed_tool(tool: dict[str, Any], where: str) -> dict[str, Any]:
+    """A tool as chats have it: a function inside a frame that names its type."""
+    check_type(tool, where)
+    return function_tool(tool.get("function"), f"{where}.function")
+
+
+def check_type(tool: dict[str, Any], where: str) -> None:
     if tool.get("type", "function") != "function":
         raise UnsupportedParameter(
             f"{where} is of type {shortened(tool['type'])}; only functions are supported",
             param=where,
         )
-    function = tool.get("function")
+
+
+def function_tool(function: Any, where: str, schema: str = "parameters") -> dict[str, Any]:
+    """A function as templates are told of it. `where` is the client's name for it, `schema` the
+    one for its parameters.
+    """
     name = function.get("name") if isinstance(function, dict) else None
     if not isinstance(function, dict) or not isinstance(name, str) or not _NAME.fullmatch(name):
         raise InvalidRequest(
-            f"{where}.function.name must be 1 to 128 letters, digits, '_', '-' or '.'",
-            param=f"{where}.function.name",
+            f"{where}.name must be 1 to 128 letters, digits, '_', '-' or '.'",
+            param=f"{where}.name",
         )
     for field, kind in (("description", str), ("parameters", dict), ("strict", bool)):
         if not isinstance(function.get(field) or kind(), kind):
+            said = schema if field == "parameters" else field
             raise InvalidRequest(
-                f"{where}.function.{field} is wrong: {shortened(function[field])}",
-                param=f"{where}.function.{field}",
+                f"{where}.{said} is wrong: {shortened(function[field])}", param=f"{where}.{said}"
             )
     if function.get("strict"):
-        strict(
-            {"type": "object"} | (function.get("parameters") or {}), f"{where}.function.parameters"
-        )
+        strict({"type": "object"} | (function.get("parameters") or {}), f"{where}.{schema}")
     return {"type": "function", "function": function}
+
+
+def read_choice(given: Any, *, takes_bare: bool = False) -> Choice:
+    """OpenAI's `tool_choice`. `takes_bare`: the function's name may stand without a frame."""
+    if given is None:
+        return Choice()
+    if given in ("none", "auto", "required"):
+        return Choice(given)
+    if isinstance(given, dict) and given.get("type") == "function":
+        function = given.get("function", given if takes_bare else None)
+        name = function.get("name") if isinstance(function, dict) else None
+        if isinstance(name, str):
+            return Choice(name=name)
+    raise InvalidRequest(
+        f"tool_choice must be none, auto, required or a function, got {shortened(given)}",
+        param="tool_choice",
+    )

@@ -21,6 +21,7 @@ from router.fleet.dispatch import Dispatcher
 from router.fleet.fleet import Fleet as RouterFleet
 from router.fleet.journey import Inbox, Journey
 from router.fleet.metrics import RouteTally
+from router.fleet.reach import Reach
 from router.fleet.routing import Predicting, RoutingPolicy
 from tests.fakes.fleet import Fleet
 from tests.fakes.virtual_time import LoopClock
@@ -52,9 +53,11 @@ class Router:
             [f"{address}:1" for address in workers.workers],
             fleet=self.fleet,
             dispatcher=self.dispatcher,
-            connect=workers.network.connect_from(name),
-            router_id=name,
-            resolve=_as_named,
+            reach=Reach(
+                router_id=name,
+                connect=workers.network.connect_from(name),
+                resolve=_as_named,
+            ),
             clock=LoopClock(),
         )
 
@@ -97,7 +100,7 @@ class Router:
         """Hashes the router thinks the worker holds."""
         worker = self.fleet.get(address)
         assert worker is not None
-        return set(self.fleet.prefix_index._held.get(worker.order, ()))
+        return self.fleet.prefix_index.held(worker.order)
 
     def check(self) -> None:
         """At rest: the index is what the caches hold, and nothing counts as under way."""

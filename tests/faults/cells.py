@@ -29,6 +29,7 @@ from router.fleet.discovery import Discovery
 from router.fleet.dispatch import Dispatcher
 from router.fleet.fleet import Fleet as RouterFleet
 from router.fleet.journey import Inbox, Journey
+from router.fleet.reach import Reach
 from router.fleet.routing import LeastLoaded, RoutingPolicy
 from tests.fakes.fleet import STEP_S, Fleet, Worker, fleet, flip_a_byte, make_stale
 from tests.fakes.hash_model import expected_tokens
@@ -162,9 +163,11 @@ class Router:
             addresses,
             fleet=self.fleet,
             dispatcher=self.dispatcher,
-            connect=workers.network.connect_from(name),
-            router_id=name,
-            resolve=_as_named,
+            reach=Reach(
+                router_id=name,
+                connect=workers.network.connect_from(name),
+                resolve=_as_named,
+            ),
             clock=LoopClock(),
         )
         self.scope = anyio.CancelScope()

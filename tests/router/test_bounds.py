@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
+from common.clock import MonotonicClock
 from common.errors import InvalidRequest, Overloaded
 from common.limits import (
     LARGE_BODY_BYTES,
@@ -170,7 +171,7 @@ def test_t05_large_bodies_are_parsed_beside_the_loop(
         threads.append(threading.current_thread().name)
         return parse_json_object(body)
 
-    monkeypatch.setattr("router.reading.json_body.parse_json_object", watched)
+    monkeypatch.setattr("router.server.bodies.parse_json_object", watched)
     loop = stack.do(lambda: threading.current_thread().name)
     assert stack.complete("a", max_tokens=1).status_code == 200
     assert stack.complete("a" * LARGE_BODY_BYTES, max_tokens=1).status_code in (200, 400)
@@ -178,7 +179,7 @@ def test_t05_large_bodies_are_parsed_beside_the_loop(
 
 
 def test_bodies_under_way_are_bounded_together(stack: Stack) -> None:
-    bodies = Bodies(max_bytes=100_000)
+    bodies = Bodies(MonotonicClock(), max_bytes=100_000)
 
     async def receive() -> dict[str, Any]:
         return {"type": "http.request", "body": b"x" * 60_000, "more_body": False}
@@ -266,7 +267,7 @@ def test_t06_depth_within_the_bound_is_read(stack: Stack) -> None:
 
 
 def test_t06_json_in_a_tensor(stack: Stack) -> None:
-    name = stack.router.service.model_name
+    name = stack.router.service.model.name
     parameters = json.dumps({"a": DEEP})
     inputs = [
         {"name": "text_input", "datatype": "BYTES", "shape": [1], "data": ["x"]},

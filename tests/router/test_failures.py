@@ -408,9 +408,7 @@ def test_a_worker_that_is_back_is_logged(caplog: pytest.LogCaptureFixture) -> No
             assert await outcome_of(router, 1) == "right"
 
     virtual(main)
-    said = [
-        r.message.partition(",")[0] for r in caplog.records if r.name == "router.fleet.discovery"
-    ]
+    said = [r.message.partition(",")[0] for r in caplog.records if r.name == "router.fleet.contact"]
     assert said.count("colocated c0:1 is back") == 1
     assert [line for line in said if line.startswith("lost colocated c0:1")]
 

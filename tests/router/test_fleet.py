@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 
 from common.messages import PoolLoad, WorkerState
 from common.types import Role
-from router.fleet.fleet import Fleet, Worker
+from router.fleet.fleet import Fleet
 from router.fleet.routing import LeastLoaded
+from router.fleet.worker import Worker
 
 
 def state(role: Role, incarnation: str, **changes: object) -> WorkerState:

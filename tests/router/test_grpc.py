@@ -240,7 +240,7 @@ def test_messages_that_hold_too_much_are_refused_before_they_are_built(stack: St
                 list(generate(data, timeout=DEADLINE_S))
             assert found.value.code() is grpc.StatusCode.INVALID_ARGUMENT
             assert "more than" in found.value.details()
-        name = stack.router.service.model_name.encode()
+        name = stack.router.service.model.name.encode()
         head = b"\x0a" + varint(len(name)) + name
         for data in infers:
             with pytest.raises(grpc.RpcError) as found:

@@ -144,7 +144,7 @@ def test_many_offers_in_one_piece_are_answered_one_after_another(stack: Stack) -
 
 
 def test_a_length_of_a_head_that_is_no_number(stack: Stack) -> None:
-    path = f"/v2/models/{stack.router.service.model_name}/infer"
+    path = f"/v2/models/{stack.router.service.model.name}/infer"
     for length in ("9" * 5000, "-1", "1e3", "٣"):
         headers = {"inference-header-content-length": length.encode()}
         response = stack.http.post(path, content=b"{}", headers=headers)  # type: ignore[arg-type]

@@ -48,7 +48,7 @@ class Endpoint:
         return self.path
 
     def body(self, stack: Stack, text: str = "Hello", **fields: Any) -> Fields:
-        base: Fields = {"model": stack.router.service.model_name, self.limit: 2}
+        base: Fields = {"model": stack.router.service.model.name, self.limit: 2}
         if self.text is not None:
             base[self.text] = text
         else:
@@ -58,7 +58,7 @@ class Endpoint:
 
     def ask(self, stack: Stack, body: Fields | bytes) -> httpx.Response:
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
-        path = self.path.replace("MODEL", stack.router.service.model_name)
+        path = self.path.replace("MODEL", stack.router.service.model.name)
         return stack.http.post(path, content=data, headers={"content-type": "application/json"})
 
 

@@ -42,7 +42,7 @@ def call(channel: grpc.Channel, name: str, request: Any) -> Any:
 
 
 def request_for(stack: Stack, *texts: str, stream: bool = False, **parameters: Any) -> Any:
-    request = pb.ModelInferRequest(model_name=stack.router.service.model_name, id="mine")
+    request = pb.ModelInferRequest(model_name=stack.router.service.model.name, id="mine")
     request.inputs.append(INPUT(name="text_input", datatype="BYTES", shape=[len(texts)]))
     request.inputs.append(INPUT(name="stream", datatype="BOOL", shape=[1]))
     sampling = json.dumps(parameters)
@@ -62,7 +62,7 @@ def status_of(found: Any) -> str:
 
 
 def test_health_and_metadata(stack: Stack, channel: grpc.Channel) -> None:
-    name = stack.router.service.model_name
+    name = stack.router.service.model.name
     assert call(channel, "ServerLive", pb.ServerLiveRequest()).live
     assert call(channel, "ServerReady", pb.ServerReadyRequest()).ready
     assert call(channel, "ModelReady", pb.ModelReadyRequest(name=name)).ready
@@ -96,7 +96,7 @@ def test_numbers_as_texts_and_parameters_of_the_request(
     request = request_for(stack, "a b c")
     request.parameters["max_tokens"].int64_param = 1
     assert texts_of(call(channel, "ModelInfer", request)) == ["a"]
-    request = pb.ModelInferRequest(model_name=stack.router.service.model_name)
+    request = pb.ModelInferRequest(model_name=stack.router.service.model.name)
     tensor = request.inputs.add(name="text_input", datatype="BYTES", shape=[1])
     tensor.contents.bytes_contents.append(b"a b c")
     tensor = request.inputs.add(name="max_tokens", datatype="INT32", shape=[1])
@@ -154,7 +154,7 @@ def test_wrong_requests_are_refused(
 
 
 def test_over_http(stack: Stack) -> None:
-    name = stack.router.service.model_name
+    name = stack.router.service.model.name
     assert stack.http.get("/v2").json()["name"] == "tandem"
     assert stack.http.get("/v2/health/live").json() == {"live": True}
     assert stack.http.get("/v2/health/ready").status_code == 200
@@ -192,7 +192,7 @@ def text_of_error(response: Any) -> str:
 
 
 def infer(stack: Stack, *inputs: dict[str, Any], **body: Any) -> Any:
-    path = f"/v2/models/{stack.router.service.model_name}/infer"
+    path = f"/v2/models/{stack.router.service.model.name}/infer"
     return stack.http.post(path, json={"inputs": list(inputs), **body})
 
 
@@ -292,14 +292,14 @@ def test_texts_that_look_like_numbers_stay_texts(stack: Stack) -> None:
 
 
 def generate(stack: Stack, path: str = "generate", **body: Any) -> Any:
-    return stack.http.post(f"/v2/models/{stack.router.service.model_name}/{path}", json=body)
+    return stack.http.post(f"/v2/models/{stack.router.service.model.name}/{path}", json=body)
 
 
 def test_generate_answers_one_text(stack: Stack) -> None:
     parameters = {"max_tokens": 3, "temperature": 0}
     answer = generate(stack, id="mine", text_input="x y z", parameters=parameters).json()
     assert answer == {
-        "model_name": stack.router.service.model_name,
+        "model_name": stack.router.service.model.name,
         "model_version": "1",
         "id": "mine",
         "text_output": stack.complete("x y z", max_tokens=3).json()["choices"][0]["text"],
@@ -341,12 +341,12 @@ def test_generate_refuses_by_name(stack: Stack, body: dict[str, Any], param: str
     assert response.status_code == 400
     assert param in text_of_error(response)
     assert stack.http.post("/v2/models/nobody/generate", json={}).status_code == 404
-    name = stack.router.service.model_name
+    name = stack.router.service.model.name
     assert stack.http.get(f"/v2/models/{name}/generate").status_code == 405
 
 
 def test_t24_every_error_has_the_protocol_s_own_form(stack: Stack) -> None:
-    name = stack.router.service.model_name
+    name = stack.router.service.model.name
     for method, path, status in (
         ("GET", "/v2/models/other", 404),
         ("GET", "/v2/models/other/config", 404),
@@ -368,7 +368,7 @@ def test_t24_every_error_has_the_protocol_s_own_form(stack: Stack) -> None:
 
 
 def test_t24_configuration_and_index(stack: Stack, channel: grpc.Channel) -> None:
-    name = stack.router.service.model_name
+    name = stack.router.service.model.name
     shown = stack.http.get(f"/v2/models/{name}/config").json()
     assert shown["input"][0] == {
         "name": "text_input",
@@ -391,7 +391,7 @@ def test_t24_configuration_and_index(stack: Stack, channel: grpc.Channel) -> Non
 
 
 def test_t24_a_version_in_the_path(stack: Stack) -> None:
-    name = stack.router.service.model_name
+    name = stack.router.service.model.name
     for tail in ("", "/ready", "/config"):
         assert stack.http.get(f"/v2/models/{name}/versions/1{tail}").status_code == 200
     path = f"/v2/models/{name}/versions/1/infer"

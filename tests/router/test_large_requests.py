@@ -104,7 +104,7 @@ def test_echo_alone_adds_no_prompt_logprobs(stack: Stack) -> None:
 def test_many_scores_are_written_off_the_loop(stack: Stack, stream: bool) -> None:
     service = stack.router.service
     threads: list[str] = []
-    texts = service.tokenizer.texts
+    texts = service.model.tokenizer.texts
 
     class Spy:
         def __getattr__(self, name: str) -> Any:
@@ -114,13 +114,13 @@ def test_many_scores_are_written_off_the_loop(stack: Stack, stream: bool) -> Non
             threads.append(threading.current_thread().name)
             return texts.visible(token_id)
 
-    service.tokenizer.texts = Spy()  # type: ignore[assignment]
+    service.model.tokenizer.texts = Spy()  # type: ignore[assignment]
     try:
         response = stack.complete(
             [5] * 1_000, echo=True, logprobs=5, max_tokens=1, n=2, stream=stream
         )
     finally:
-        service.tokenizer.texts = texts
+        service.model.tokenizer.texts = texts
     assert response.status_code == 200
     loop = stack.do(lambda: threading.current_thread().name)
     assert len(threads) >= 2_000

@@ -17,12 +17,14 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from common.addresses import listen
+from common.clock import MonotonicClock
 from common.errors import ConfigError, InternalError
 from common.types import Role
 from router.config import RouterConfig
 from router.fleet.discovery import Discovery
 from router.fleet.dispatch import Dispatcher
 from router.fleet.fleet import Fleet
+from router.fleet.reach import Reach
 from router.fleet.routing import LeastLoaded
 from router.wiring import open_router
 from tests.router.fake_worker import FakeWorker
@@ -346,8 +348,10 @@ def test_b105_malformed_addresses_are_refused(entry: str) -> None:
             [entry],
             fleet=Fleet(),
             dispatcher=Dispatcher(Fleet(), LeastLoaded()),
-            connect=lambda address: (_ for _ in ()).throw(AssertionError),
-            router_id="r",
+            reach=Reach(
+                router_id="r", connect=lambda address: (_ for _ in ()).throw(AssertionError)
+            ),
+            clock=MonotonicClock(),
         )
 
 
@@ -367,10 +371,8 @@ def test_a_name_with_many_addresses_is_followed(model_dir: Path) -> None:
             ["service:7000"],
             fleet=fleet,
             dispatcher=Dispatcher(fleet, LeastLoaded()),
-            connect=connect,
-            router_id="r",
-            resolve=resolve,
-            refresh_s=0.01,
+            reach=Reach(router_id="r", connect=connect, resolve=resolve, refresh_s=0.01),
+            clock=MonotonicClock(),
         )
 
         async def until(ready: Any) -> None:

@@ -57,7 +57,7 @@ def respond(stack: Stack, **fields: Any) -> Any:
 
 def test_a_response_as_the_openai_client_sees_it(teller: Stack) -> None:
     with openai.OpenAI(base_url=f"{teller.url}/v1", api_key="none", max_retries=0) as client:
-        model = teller.router.service.model_name
+        model = teller.router.service.model.name
         response = client.responses.create(model=model, input="Tell me", instructions="Be brief.")
         assert response.output_text == STORY
         assert response.status == "completed"

@@ -37,7 +37,7 @@ def test_priority_and_salt_travel(stack: Stack) -> None:
 
 
 def test_what_the_router_takes_workers_take_too(stack: Stack, tokenizer: Tokenizer) -> None:
-    size = stack.router.service.vocabulary.size
+    size = stack.router.service.model.vocabulary.size
     for priority in (0, 100):
         worker = stack.workers[0]
         request = submitted(stack, priority=priority)
@@ -191,7 +191,7 @@ def test_an_output_that_a_stop_string_ended_is_cancelled_at_the_worker(stack: St
     stack.do(worker.reset)
     stops, goes_on = tokens(*[100] * 4), tokens(*[101] * 6)
     worker.script = lambda prompt, index: (stops if index else goes_on)(prompt, index)
-    texts = stack.router.service.tokenizer.texts
+    texts = stack.router.service.model.tokenizer.texts
     stop = texts.visible(100).decode()
     body = stack.complete("x", n=2, max_tokens=6, stop=stop).json()
     stack.do(worker.reset_script)

@@ -142,7 +142,7 @@ def test_t23_what_gateways_send_for_anthropic_clients(stack: Stack) -> None:
 def test_t23_how_hard_to_think_reaches_the_template(model_dir: Path, tmp_path: Path) -> None:
     template = "{{ reasoning_effort }}: {{ messages[0].content }}"
     with Stack(with_template(model_dir, tmp_path, template), FakeWorker()) as stack:
-        expected = stack.router.service.tokenizer.encode_words("high: Say it")
+        expected = stack.router.service.model.tokenizer.encode_words("high: Say it")
         for path, fields in (
             ("/v1/chat/completions", {"reasoning_effort": "high"}),
             ("/v1/responses", {"reasoning": {"effort": "high"}}),
@@ -186,7 +186,7 @@ def test_t32_tokens_by_number(stack: Stack) -> None:
 def test_t32_prompts_are_cut_to_their_ends_where_asked(stack: Stack) -> None:
     service = stack.router.service
     words = "one two three four five six seven eight"
-    ids = service.tokenizer.encode_words(words)
+    ids = service.model.tokenizer.encode_words(words)
     for prompt in (words, ids):
         shown = stack.complete(
             prompt, truncate_prompt_tokens=3, return_token_ids=True, max_tokens=2
@@ -574,7 +574,7 @@ def test_t08_a_key_s_bound_holds_when_it_is_idle(keyed: Stack) -> None:
 def test_t33_keys_are_read_as_they_are_written(keyed: Stack, tmp_path: Path) -> None:
     assert ask(keyed, "beta").status_code == 401
     for headers in ({"x-api-key": " plain  "}, {"authorization": "Bearer plain  "}):
-        assert keyed.router.service.keys.check(headers) is not None
+        assert keyed.router.service.access.keys.check(headers) is not None
     path = tmp_path / "keys"
     path.write_text("schlüssel\n", encoding="utf-8")
     with pytest.raises(ConfigError, match="keys:1: a key must be of ASCII"):

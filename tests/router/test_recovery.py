@@ -235,7 +235,7 @@ def test_b19_the_openai_client_raises(model_dir: Path) -> None:
 
 
 def worker_model(stack: Stack) -> str:
-    return stack.router.service.model_name
+    return stack.router.service.model.name
 
 
 def test_a_session_that_breaks_is_opened_again(model_dir: Path) -> None:

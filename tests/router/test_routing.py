@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 from common.messages import PoolLoad, WorkerState
 from common.scheduling.step_time import StepTimes
 from common.types import Role
-from router.fleet.fleet import Fleet, Worker
+from router.fleet.fleet import Fleet
 from router.fleet.predict import Demand, crowding_s, delay_cost_s, local_s, remote_s
 from router.fleet.routing import Predicting
+from router.fleet.worker import Worker
 from tests.router.test_fleet import C, D, P, fleet_of, state
 
 TIMES = StepTimes(

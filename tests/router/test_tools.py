@@ -13,24 +13,21 @@ from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
 
 from router.grammar.grammars import json_grammar
+from router.text.calls import HermesSplitter, LlamaSplitter, MistralSplitter
+from router.text.parsers import guessed_tool_parser
 from router.text.parts import (
     CallArguments,
     CallBegun,
     Content,
-    HermesSplitter,
-    ListSplitter,
-    LlamaSplitter,
-    MistralSplitter,
-    NamedSplitter,
     Part,
     PlainSplitter,
     Reasoning,
-    ReasoningSplitter,
     Splitter,
-    guessed_tool_parser,
 )
+from router.text.reasoning import ReasoningSplitter
 from router.text.tokenizer import Tokenizer
 from router.text.tools import ToolUse
+from router.text.whole_calls import ListSplitter, NamedSplitter
 from tests.router.fake_worker import FakeWorker, tokens
 from tests.router.sse import events, finish_of
 from tests.router.stack import Stack

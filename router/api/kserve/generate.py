@@ -13,12 +13,14 @@ from typing import Any, ClassVar
 from starlette.types import Scope
 
 from common.errors import InvalidRequest, TandemError
+from router.api.answering import Answering, Format
+from router.api.calls import Body, GenerateEndpoint
 from router.api.kserve.http import kserve_error, named
-from router.api.kserve.tensors import VERSION, check_served, refuse_unanswered
-from router.api.openai.format import Answering, Format
-from router.api.openai.generate import Ask, GenerateEndpoint
-from router.generation.generation import DEFAULT_COMPLETION_TOKENS, Usage
-from router.generation.options import read_completion_options
+from router.api.kserve.infer import NAMES, refuse_unanswered
+from router.api.kserve.model import VERSION, check_served
+from router.generation.ask import DEFAULT_COMPLETION_TOKENS, Ask, Texts
+from router.generation.generation import Usage
+from router.generation.options import Vocabulary, read_completion_options
 from router.reading.fields import Fields
 from router.server.exchange import Exchange, to_json
 from router.text.text_output import Piece
@@ -26,14 +28,14 @@ from router.text.text_output import Piece
 
 class Generate(GenerateEndpoint):
     path = "/v2/models/generate"
-    default_max_tokens = DEFAULT_COMPLETION_TOKENS
     streams: ClassVar[bool] = False
 
     async def answer(self, exchange: Exchange, scope: Scope) -> None:
         check_served(self._service, *named(scope))
         await super().answer(exchange, scope)
 
-    async def read(self, fields: Fields) -> Ask:
+    def read(self, body: Body, vocabulary: Vocabulary) -> Ask:
+        fields = body.fields
         text = fields.text("text_input")
         if text is None:
             raise InvalidRequest("text_input is required", param="text_input")
@@ -48,13 +50,12 @@ class Generate(GenerateEndpoint):
         if stream and not self.streams:
             raise InvalidRequest("use generate_stream for a stream", param="stream")
         refuse_unanswered(sampling)
-        options = read_completion_options(sampling, self._service.vocabulary)
+        options = read_completion_options(sampling, vocabulary, NAMES)
         sampling.finish()
-        prompts = await self._service.encode_texts([text], options)
         return Ask(
-            prompts=prompts,
+            prompt=Texts([text]),
             options=dataclasses.replace(options, stream=stream),
-            texts=None if options.keeps_last is not None else [text],
+            default_max_tokens=DEFAULT_COMPLETION_TOKENS,
         )
 
     def error_body(self, error: TandemError) -> bytes:

@@ -7,7 +7,6 @@ message, and the stream goes on.
 """
 
 import contextlib
-import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
 from typing import Any
@@ -17,31 +16,29 @@ import grpc
 import grpc.aio
 from google.protobuf.json_format import ParseDict
 
-from common.errors import Cancelled, InternalError, InvalidRequest, TandemError
-from router.api.kserve.tensors import (
+from common.errors import InvalidRequest, TandemError
+from common.limits import LARGE_BODY_BYTES
+from router.api.calls import grpc_caller
+from router.api.kserve.infer import check_parts, read_infer
+from router.api.kserve.model import (
     INPUTS,
     OUTPUTS,
     VERSION,
     Answer,
-    Tensor,
-    check_parts,
     check_served,
     model_config,
-    packed_texts,
-    read_infer,
     repository_index,
-    start_infer,
-    tensor_of,
-    unpacked,
     wanted_outputs,
 )
-from router.api.openai.generate import count_request
-from router.generation.generation import TextService
+from router.api.kserve.tensors import Tensor, packed_texts, tensor_of, unpacked
+from router.generation.ask import Ask
+from router.generation.generation import Generation
+from router.generation.options import Vocabulary
+from router.generation.service import TextService
 from router.proto import open_inference_pb2 as pb
 from router.reading.protobuf_bounds import parsed
-from router.server.grpc_peer import grpc_peer
-
-log = logging.getLogger(__name__)
+from router.server.grpc_calls import counted, told
+from router.text.text_output import Piece
 
 SERVICE = "inference.GRPCInferenceService"
 _MAX_RUNNING = 1024
@@ -85,9 +82,9 @@ class _Calls:
         return pb.ServerReadyResponse(ready=self._service.is_ready)
 
     async def model_ready(self, data: bytes, context: Any) -> pb.ModelReadyResponse:
-        async with _told(context):
+        async with told(context):
             request = parsed(pb.ModelReadyRequest, data)
-            is_known = request.name == self._service.model_name
+            is_known = request.name == self._service.model.name
             is_known = is_known and request.version in ("", VERSION)
             return pb.ModelReadyResponse(ready=is_known and self._service.is_ready)
 
@@ -95,12 +92,12 @@ class _Calls:
         return pb.ServerMetadataResponse(name="tandem", version=self._version)
 
     async def model_metadata(self, data: bytes, context: Any) -> pb.ModelMetadataResponse:
-        async with _told(context):
+        async with told(context):
             request = parsed(pb.ModelMetadataRequest, data)
             check_served(self._service, request.name, request.version)
             tensor = pb.ModelMetadataResponse.TensorMetadata
             return pb.ModelMetadataResponse(
-                name=self._service.model_name,
+                name=self._service.model.name,
                 versions=[VERSION],
                 platform="tandem",
                 inputs=[tensor(name=n, datatype=d, shape=s) for n, d, s in INPUTS],
@@ -108,14 +105,14 @@ class _Calls:
             )
 
     async def model_config(self, data: bytes, context: Any) -> pb.ModelConfigResponse:
-        async with _told(context):
+        async with told(context):
             request = parsed(pb.ModelConfigRequest, data)
             check_served(self._service, request.name, request.version)
-            config = ParseDict(model_config(self._service.model_name), pb.ModelConfig())
+            config = ParseDict(model_config(self._service.model.name), pb.ModelConfig())
             return pb.ModelConfigResponse(config=config)
 
     async def repository_index(self, data: bytes, context: Any) -> pb.RepositoryIndexResponse:
-        async with _told(context):
+        async with told(context):
             request = parsed(pb.RepositoryIndexRequest, data)
             models = repository_index(self._service)
             if request.ready:
@@ -123,13 +120,11 @@ class _Calls:
             return ParseDict({"models": models}, pb.RepositoryIndexResponse())
 
     async def model_infer(self, data: bytes, context: Any) -> pb.ModelInferResponse:
-        async with _told(context), self._counted("ModelInfer"):
+        async with told(context), self._counted("ModelInfer"):
             arrived_at = self._service.clock.now()
-            request = await self._service.message(pb.ModelInferRequest, data)
-            found: list[pb.ModelInferResponse] = []
-            async for response in self._answers(request, context, arrived_at, streams=False):
-                found.append(response)
-            return found[0]
+            request = await self._parsed(data)
+            with contextlib.closing(await self._begin(request, context, arrived_at)) as generation:
+                return await self._whole(request, generation)
 
     async def model_stream_infer(self, requests: AsyncIterator[bytes], context: Any) -> None:
         turn = anyio.Lock()
@@ -143,71 +138,76 @@ class _Calls:
         self, data: bytes, context: Any, turn: anyio.Lock, room: anyio.Semaphore
     ) -> None:
         """One request of a stream; responses are written by turns."""
-        request_id = ""
+
+        async def write(response: pb.ModelStreamInferResponse) -> None:
+            async with turn:
+                await context.write(response)
+
+        request = pb.ModelInferRequest()
         try:
             async with self._counted("ModelStreamInfer"):
                 arrived_at = self._service.clock.now()
-                request = await self._service.message(pb.ModelInferRequest, data)
-                request_id = request.id
-                async for response in self._answers(request, context, arrived_at, streams=True):
-                    async with turn:
-                        await context.write(pb.ModelStreamInferResponse(infer_response=response))
+                request = await self._parsed(data)
+                async for response in self._pieces(request, context, arrived_at):
+                    await write(pb.ModelStreamInferResponse(infer_response=response))
         except TandemError as error:
-            about = pb.ModelInferResponse(id=request_id)
-            async with turn:
-                await context.write(
-                    pb.ModelStreamInferResponse(
-                        error_message=f"{error.code}: {error.message}", infer_response=about
-                    )
+            await write(
+                pb.ModelStreamInferResponse(
+                    error_message=f"{error.code}: {error.message}",
+                    infer_response=pb.ModelInferResponse(id=request.id),
                 )
+            )
         finally:
             room.release()
 
-    async def _answers(
-        self, request: pb.ModelInferRequest, context: Any, arrived_at: float, *, streams: bool
-    ) -> AsyncIterator[pb.ModelInferResponse]:
+    async def _parsed(self, data: bytes) -> pb.ModelInferRequest:
+        parse = partial(parsed, pb.ModelInferRequest, data)
+        return await self._service.threads.run_if(len(data) >= LARGE_BODY_BYTES, parse)
+
+    async def _begin(
+        self, request: pb.ModelInferRequest, context: Any, arrived_at: float
+    ) -> Generation:
         service = self._service
         check_served(service, request.model_name, request.model_version)
-        for given, what in (
-            (request.inputs, "inputs"),
-            (request.raw_input_contents, "raw contents"),
-            (request.outputs, "outputs"),
-            (request.parameters, "parameters"),
-        ):
-            check_parts(len(given), what)
-        wanted = wanted_outputs([output.name for output in request.outputs])
-        key = service.keys.check(dict(context.invocation_metadata()))
-        tensors = await service.in_thread(partial(_tensors, request))
-        call = await read_infer(service, tensors, _parameters(request), key, grpc_peer(context))
-        generation = start_infer(
-            service,
-            call,
-            arrived_at=arrived_at,
-            timeout_s=context.time_remaining(),
-            key=key,
-        )
-        with contextlib.closing(generation):
-            if not (streams and call.options.stream):
-                response = self._response(request, Answer.of(await generation.whole()), wanted)
-                response.parameters["triton_final_response"].bool_param = True
-                yield response
+        caller = grpc_caller(service, context, arrived_at)
+        read = partial(_read, request, service.model.vocabulary)
+        is_large = request.ByteSize() >= LARGE_BODY_BYTES
+        return await service.begin(await service.threads.run_if(is_large, read), caller)
+
+    async def _pieces(
+        self, request: pb.ModelInferRequest, context: Any, arrived_at: float
+    ) -> AsyncIterator[pb.ModelInferResponse]:
+        with contextlib.closing(await self._begin(request, context, arrived_at)) as generation:
+            if not generation.call.options.stream:
+                yield await self._whole(request, generation)
                 return
             while not generation.is_done:
                 pieces = await generation.pieces()
                 for piece in pieces:
-                    response = self._response(request, Answer.of([piece]), wanted)
+                    response = self._response(request, [piece])
                     is_last = generation.is_done and piece is pieces[-1]
                     response.parameters["triton_final_response"].bool_param = is_last
                     response.parameters["index"].int64_param = piece.choice
                     yield response
 
-    def _response(
-        self, request: pb.ModelInferRequest, answer: Answer, wanted: Sequence[str]
+    async def _whole(
+        self, request: pb.ModelInferRequest, generation: Generation
     ) -> pb.ModelInferResponse:
+        response = self._response(request, await generation.whole())
+        response.parameters["triton_final_response"].bool_param = True
+        return response
+
+    def _counted(self, method: str) -> contextlib.AbstractAsyncContextManager[None]:
+        return counted(f"{SERVICE}/{method}", self._service.metrics.ended)
+
+    def _response(
+        self, request: pb.ModelInferRequest, pieces: Sequence[Piece]
+    ) -> pb.ModelInferResponse:
+        wanted = wanted_outputs([output.name for output in request.outputs])
         response = pb.ModelInferResponse(
-            model_name=self._service.model_name, model_version=VERSION, id=request.id
+            model_name=self._service.model.name, model_version=VERSION, id=request.id
         )
-        for name, datatype, column in answer.columns(wanted):
+        for name, datatype, column in Answer.of(pieces).columns(wanted):
             response.outputs.add(name=name, datatype=datatype, shape=[len(column)])
             is_text = datatype == "BYTES"
             response.raw_output_contents.append(
@@ -217,36 +217,17 @@ class _Calls:
             )
         return response
 
-    @contextlib.asynccontextmanager
-    async def _counted(self, method: str) -> AsyncIterator[None]:
-        error: TandemError | None = Cancelled("the client went away")
-        try:
-            yield
-            error = None
-        except TandemError as found:
-            error = found
-            raise
-        except Exception:
-            log.exception("%s failed", method)
-            error = InternalError("internal error; see the router's log")
-            raise error from None
-        finally:
-            count_request(self._service, f"{SERVICE}/{method}", error)
-            error = None  # its traceback holds this frame, and the message with it
 
-
-@contextlib.asynccontextmanager
-async def _told(context: Any) -> AsyncIterator[None]:
-    """Errors become the call's status."""
-    try:
-        yield
-    except TandemError as error:
-        error.__traceback__ = None  # it would hold the message until the next full collection
-        await context.abort(
-            getattr(grpc.StatusCode, error.grpc_status),
-            error.message,
-            trailing_metadata=(("tandem-code", error.code),),
-        )
+def _read(request: pb.ModelInferRequest, vocabulary: Vocabulary) -> Ask:
+    for given, what in (
+        (request.inputs, "inputs"),
+        (request.raw_input_contents, "raw contents"),
+        (request.outputs, "outputs"),
+        (request.parameters, "parameters"),
+    ):
+        check_parts(len(given), what)
+    wanted_outputs([output.name for output in request.outputs])
+    return read_infer(_tensors(request), _parameters(request), vocabulary)
 
 
 def _tensors(request: pb.ModelInferRequest) -> list[Tensor]:

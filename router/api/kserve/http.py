@@ -4,33 +4,34 @@ Tensors may come in the binary form that Triton's clients use; answers are JSON,
 well.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 from starlette.types import Scope
 
 from common.errors import InvalidRequest, NotReady, TandemError
-from router.api.kserve.tensors import (
+from router.api.answering import Answering, Format, Unstreamed
+from router.api.calls import Body, GenerateEndpoint
+from router.api.kserve.infer import check_parts, read_infer
+from router.api.kserve.model import (
     INPUTS,
-    MAX_TEXTS,
     OUTPUTS,
     VERSION,
     Answer,
-    Tensor,
-    check_parts,
     check_served,
     model_config,
-    read_infer,
     repository_index,
-    start_infer,
-    tensor_of,
-    unpacked,
     wanted_outputs,
 )
-from router.api.openai.generate import count_request, timeout_of
-from router.generation.generation import TextService
+from router.api.kserve.tensors import MAX_TEXTS, Tensor, tensor_of, unpacked
+from router.generation.ask import Ask
+from router.generation.generation import Usage
+from router.generation.options import Vocabulary
+from router.generation.service import TextService
 from router.reading.fields import Fields
 from router.reading.json_body import shortened
 from router.server.exchange import Endpoint, Exchange, to_json
+from router.text.text_output import Piece
 
 _MAX_INDEX_BYTES = 4096
 HEADER_LENGTH = "inference-header-content-length"
@@ -104,7 +105,7 @@ class ModelMetadata(_View):
         await exchange.reply_json(
             200,
             {
-                "name": self._service.model_name,
+                "name": self._service.model.name,
                 "versions": [VERSION],
                 "platform": "tandem",
                 "inputs": [{"name": n, "datatype": d, "shape": s} for n, d, s in INPUTS],
@@ -116,7 +117,7 @@ class ModelMetadata(_View):
 class ModelConfig(_View):
     async def answer(self, exchange: Exchange, scope: Scope) -> None:
         self.check_model(scope)
-        await exchange.reply_json(200, model_config(self._service.model_name))
+        await exchange.reply_json(200, model_config(self._service.model.name))
 
 
 class RepositoryIndex(_View):
@@ -132,73 +133,65 @@ class RepositoryIndex(_View):
         )
 
 
-class ModelInfer(Endpoint):
+class ModelInfer(GenerateEndpoint):
     path = "/v2/models/infer"
 
-    def __init__(self, service: TextService, max_body_bytes: int) -> None:
-        super().__init__(self.path, service.new_request_id)
-        self._service = service
-        self._max_body_bytes = max_body_bytes
-
-    def ended(self, error: TandemError | None) -> None:
-        count_request(self._service, self.path, error)
-
-    def error_body(self, error: TandemError) -> bytes:
-        return kserve_error(error)
-
     async def answer(self, exchange: Exchange, scope: Scope) -> None:
-        arrived_at = self._service.clock.now()
         check_served(self._service, *named(scope))
-        body, binary = await self._body(exchange)
-        await exchange.unless_gone(lambda: self._infer(exchange, body, binary, arrived_at))
+        await super().answer(exchange, scope)
 
-    async def _body(self, exchange: Exchange) -> tuple[dict[str, Any], bytes]:
+    def check_model(self, fields: Fields) -> None:
+        """The path has said it."""
+
+    async def body(self, exchange: Exchange) -> Body:
         """The JSON part, and the raw tensors after it."""
         length = exchange.header(HEADER_LENGTH)
         if length is None:
-            return await exchange.json_object(self._max_body_bytes), b""
+            return await super().body(exchange)
         data = await exchange.body(self._max_body_bytes)
         is_number = length.isascii() and length.isdigit() and len(length) < 20
         if not is_number or int(length) > len(data):
             raise InvalidRequest(f"{HEADER_LENGTH} {shortened(length)} is not within the body")
-        return await exchange.parse(data[: int(length)]), data[int(length) :]
+        fields = Fields(await exchange.parse(data[: int(length)]))
+        return Body(fields, data[int(length) :])
 
-    async def _infer(
-        self, exchange: Exchange, body: dict[str, Any], binary: bytes, arrived_at: float
-    ) -> None:
-        fields = Fields(body)
-        request_id = fields.text("id")
+    def read(self, body: Body, vocabulary: Vocabulary) -> Ask:
+        fields = body.fields
+        fields.text("id")
         parameters = fields.object("parameters") or {}
-        tensors = _tensors(fields.take("inputs"), binary)
-        wanted = _wanted(fields.take("outputs"))
+        tensors = _tensors(fields.take("inputs"), body.binary)
+        _wanted(fields.take("outputs"))
         fields.finish()
-        call = await read_infer(self._service, tensors, parameters, exchange.key, exchange.peer)
-        if call.options.stream:
+        ask = read_infer(tensors, parameters, vocabulary)
+        if ask.options.stream:
             raise InvalidRequest("ModelInfer over HTTP does not stream", param="stream")
-        generation = start_infer(
-            self._service,
-            call,
-            arrived_at=arrived_at,
-            timeout_s=timeout_of(exchange),
-            key=exchange.key,
-        )
-        try:
-            pieces = await generation.whole()
-        finally:
-            generation.close()
+        return ask
+
+    def format(self, answering: Answering, fields: Fields) -> Format:
+        return InferFormat(answering, fields.text("id"), _wanted(fields.take("outputs")))
+
+    def error_body(self, error: TandemError) -> bytes:
+        return kserve_error(error)
+
+
+class InferFormat(Unstreamed):
+    def __init__(self, answering: Answering, request_id: str | None, wanted: Sequence[str]) -> None:
+        self._model = answering.model
+        self._about = {} if request_id is None else {"id": request_id}
+        self._wanted = wanted
+
+    def whole(self, pieces: Sequence[Piece], usage: Usage) -> bytes:
         outputs = [
             {"name": name, "datatype": datatype, "shape": [len(pieces)], "data": column}
-            for name, datatype, column in Answer.of(pieces).columns(wanted)
+            for name, datatype, column in Answer.of(pieces).columns(self._wanted)
         ]
-        about = {} if request_id is None else {"id": request_id}
-        await exchange.reply_json(
-            200,
+        return to_json(
             {
-                "model_name": self._service.model_name,
+                "model_name": self._model,
                 "model_version": VERSION,
-                **about,
+                **self._about,
                 "outputs": outputs,
-            },
+            }
         )
 
 

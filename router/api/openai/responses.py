@@ -1,34 +1,31 @@
-"""POST /v1/responses: OpenAI's Responses API for text, without state on the server.
+"""POST /v1/responses: OpenAI's Responses API for text, without state on the server."""
 
-A request is put into the words of a chat and takes the same road; only the answer's form differs.
-"""
-
-import re
-from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from common.errors import InvalidRequest, UnsupportedParameter
-from common.types import FinishReason
-from router.api.openai.format import Answering, Format, message_of
-from router.api.openai.generate import Ask, GenerateEndpoint, read_chat
-from router.generation.generation import Usage
+from router.api.answering import Answering, Format
+from router.api.calls import Body, GenerateEndpoint
+from router.api.openai.chat import finished_chat
+from router.api.openai.responses_format import ResponsesFormat
+from router.generation.ask import Ask
+from router.generation.options import INT64, Said, Vocabulary, read_options
+from router.grammar.structured import Form, read_response_format
 from router.reading.fields import Fields
 from router.reading.json_body import shortened
-from router.reading.protocols import RESPONSES
-from router.server.exchange import to_json
-from router.text.parts import (
-    CallArguments,
-    CallBegun,
-    Content,
-    Part,
-    PlainSplitter,
-    Reasoning,
-    parsed_arguments,
+from router.reading.protocols import CHAT, RESPONSES, Names
+from router.text.chat_messages import called, check_count, normalized, read_content
+from router.text.chat_template import Message
+from router.text.tools import (
+    ToolUse,
+    check_type,
+    framed_tool,
+    function_tool,
+    listed_tools,
+    read_choice,
+    tool_use,
 )
-from router.text.text_output import Piece
 
-_INT64 = 2**63
+NAMES = Names(prompt="input", max_tokens="max_output_tokens")
 _INCLUDED = (
     "code_interpreter_call.outputs",
     "computer_call_output.output.image_url",
@@ -43,50 +40,35 @@ _INCLUDED = (
 
 class ResponsesEndpoint(GenerateEndpoint):
     path = "/v1/responses"
-    renamed = (
-        (re.compile(r"\b(max_completion_tokens|max_tokens)\b"), "max_output_tokens"),
-        (re.compile(r"\bresponse_format(\.json_schema)?\b"), "text.format"),
-        (re.compile(r"(?<=\])\.function\."), "."),
-    )
 
-    async def read(self, fields: Fields) -> Ask:
-        chat, places = chat_fields(fields)
-        return await read_chat(self._service, Fields(chat), places)
+    def read(self, body: Body, vocabulary: Vocabulary) -> Ask:
+        return read_response(body.fields, vocabulary)
 
     def format(self, answering: Answering, fields: Fields) -> Format:
         return ResponsesFormat(answering, fields)
 
 
-def chat_fields(fields: Fields) -> tuple[dict[str, Any], list[str]]:
-    """The same request as a chat, and what the client calls its messages. Raises InvalidRequest."""
+def read_response(fields: Fields, vocabulary: Vocabulary) -> Ask:
     RESPONSES.read(fields)
+    CHAT.read(fields)
     _check_include(fields)
     truncation = fields.text("truncation")
     if truncation not in (None, "auto", "disabled"):
         raise fields.wrong("truncation", "must be auto or disabled", truncation)
-    options = Fields(fields.object("stream_options") or {}, "stream_options.")
-    options.ignored("include_obfuscation", (bool,))
-    options.finish()
-    messages = _messages(fields.take("input"))
-    places = [place for place, _ in messages]
-    instructions = fields.text("instructions")
-    if instructions:
-        messages.insert(0, ("instructions", {"role": "system", "content": instructions}))
-        places.insert(0, "instructions")
-    reasoning = Fields(fields.object("reasoning") or {}, "reasoning.")
-    for name in ("summary", "generate_summary"):
-        reasoning.ignored(name, (str,))
-    effort = reasoning.text("effort")
-    reasoning.finish()
-    chat = {
-        "messages": [message for _, message in messages],
-        "reasoning_effort": effort,
-        "max_completion_tokens": fields.integer("max_output_tokens", 1, _INT64),
-        "tools": _tools(fields.take("tools")),
-        "tool_choice": _tool_choice(fields.take("tool_choice")),
-        "response_format": _response_format(fields.object("text")),
-    }
-    return chat | fields.rest(), places
+    stream_options = Fields(fields.object("stream_options") or {}, "stream_options.")
+    stream_options.ignored("include_obfuscation", (bool,))
+    stream_options.finish()
+    said = Said(
+        max_tokens=fields.integer("max_output_tokens", 1, INT64),
+        names=NAMES,
+        tools=_tools(fields, vocabulary),
+        form=_form(fields),
+    )
+    effort = _effort(fields)
+    options = read_options(fields, vocabulary, said)
+    chat = finished_chat(fields, options, _messages(fields, vocabulary.takes_parts), effort=effort)
+    fields.finish()
+    return Ask(prompt=chat, options=options)
 
 
 def _check_include(fields: Fields) -> None:
@@ -102,295 +84,100 @@ def _check_include(fields: Fields) -> None:
             )
 
 
-def _messages(given: Any) -> list[tuple[str, dict[str, Any]]]:
-    """Each with the client's name for it."""
+def _effort(fields: Fields) -> str | None:
+    reasoning = Fields(fields.object("reasoning") or {}, "reasoning.")
+    for name in ("summary", "generate_summary"):
+        reasoning.ignored(name, (str,))
+    effort = reasoning.text("effort")
+    reasoning.finish()
+    return fields.text("reasoning_effort") or effort
+
+
+def _form(fields: Fields) -> Form | None:
+    text = Fields(fields.object("text") or {}, "text.")
+    form = read_response_format(text.object("format"), "text.format", is_flat=True)
+    text.ignored("verbosity", (str,))
+    text.finish()
+    return form
+
+
+def _tools(fields: Fields, vocabulary: Vocabulary) -> ToolUse | None:
+    return tool_use(
+        listed_tools(fields, _tool),
+        read_choice(fields.take("tool_choice"), takes_bare=True),
+        is_parallel=fields.boolean("parallel_tool_calls", True),
+        keeps_open=vocabulary.keeps_tools_open,
+    )
+
+
+def _tool(tool: dict[str, Any], where: str) -> dict[str, Any]:
+    """Functions stand without a frame here; one of a chat is taken too."""
+    if "function" in tool or tool.get("type") != "function":
+        return framed_tool(tool, where)
+    check_type(tool, where)
+    return function_tool({name: v for name, v in tool.items() if name != "type"}, where)
+
+
+def _messages(fields: Fields, takes_parts: bool) -> list[Message]:
+    given = fields.take("input")
+    instructions = fields.text("instructions")
+    found: list[Message] = []
+    if instructions:
+        found.append({"role": "system", "content": instructions})
     if isinstance(given, str):
-        return [("input", {"role": "user", "content": given})]
+        return [*found, {"role": "user", "content": given}]
     if not isinstance(given, list) or not given:
-        raise InvalidRequest(
-            f"input must be a text or a list, got {shortened(given)}", param="input"
-        )
-    found: list[tuple[str, dict[str, Any]]] = []
+        raise fields.wrong("input", "must be a text or a list", given)
     for number, item in enumerate(given):
-        where = f"input[{number}]"
-        if not isinstance(item, dict):
-            raise InvalidRequest(f"{where} must be an object", param=where)
-        kind = item.get("type", "message")
-        if kind == "message":
-            found.append((where, {name: item.get(name) for name in ("role", "content")}))
-        elif kind == "function_call":
-            _add_call(found, where, item)
-        elif kind == "function_call_output":
-            output = item.get("output")
-            if output is None:
-                raise InvalidRequest(f"{where}.output is required", param=f"{where}.output")
-            call_id = item.get("call_id")
-            message = {"role": "tool", "tool_call_id": call_id, "content": output}
-            found.append((where, message))
-        elif kind == "item_reference":
+        _add_item(found, item, f"input[{number}]", takes_parts)
+    if not found:
+        raise InvalidRequest("input holds no message", param="input")
+    check_count(found, "input")
+    return found
+
+
+def _add_item(messages: list[Message], item: Any, where: str, takes_parts: bool) -> None:
+    if not isinstance(item, dict):
+        raise InvalidRequest(f"{where} must be an object", param=where)
+    match item.get("type", "message"):
+        case "message":
+            said = {name: item.get(name) for name in ("role", "content")}
+            messages.append(normalized(said, where, takes_parts))
+        case "function_call":
+            _add_call(messages, where, item)
+        case "function_call_output":
+            messages.append(_output(item, where, takes_parts))
+        case "item_reference":
             raise UnsupportedParameter(
                 f"{where} refers to an item of an earlier answer, but none is kept: send the item",
                 param=where,
             )
-        elif kind != "reasoning":  # earlier thoughts are not part of the prompt
+        case "reasoning":
+            pass  # earlier thoughts are not part of the prompt
+        case kind:
             raise UnsupportedParameter(
                 f"{where} is of type {shortened(kind)}, which is not supported", param=where
             )
-    return found
 
 
-def _add_call(messages: list[tuple[str, dict[str, Any]]], where: str, item: dict[str, Any]) -> None:
+def _add_call(messages: list[Message], where: str, item: dict[str, Any]) -> None:
     """Calls belong to the assistant's message before them."""
-    if not messages or messages[-1][1].get("role") != "assistant":
-        messages.append((where, {"role": "assistant", "content": ""}))
-    function = {"name": item.get("name"), "arguments": item.get("arguments", "{}")}
-    calls = messages[-1][1].setdefault("tool_calls", [])
+    if not messages or messages[-1]["role"] != "assistant":
+        messages.append({"role": "assistant", "content": ""})
+    function = called({"name": item.get("name"), "arguments": item.get("arguments", "{}")}, where)
+    calls = messages[-1].setdefault("tool_calls", [])
     calls.append({"id": item.get("call_id"), "type": "function", "function": function})
 
 
-def _tools(given: Any) -> Any:
-    """Functions stand without a frame here."""
-    if not isinstance(given, list):
-        return given
-    found = []
-    for tool in given:
-        if isinstance(tool, dict) and tool.get("type") == "function" and "function" not in tool:
-            inner = {name: value for name, value in tool.items() if name != "type"}
-            tool = {"type": "function", "function": inner}
-        found.append(tool)
-    return found
-
-
-def _tool_choice(given: Any) -> Any:
-    if isinstance(given, dict) and given.get("type") == "function" and "name" in given:
-        return {"type": "function", "function": {"name": given["name"]}}
-    return given
-
-
-def _response_format(text: dict[str, Any] | None) -> Any:
-    if text is None:
-        return None
-    inner = Fields(text, "text.")
-    form = inner.object("format")
-    inner.ignored("verbosity", (str,))
-    inner.finish()
-    if form is not None and form.get("type") == "json_schema":
-        return {"type": "json_schema", "json_schema": form}
-    return form
-
-
-@dataclass(slots=True)
-class _Item:
-    """One output item under way."""
-
-    kind: str
-    item_id: str
-    index: int
-    call_id: str = ""
-    name: str = ""
-    texts: list[str] = field(default_factory=list)
-    is_cut: bool = False
-
-    @property
-    def status(self) -> str:
-        """Of one that nothing more comes for."""
-        return "incomplete" if self.is_cut else "completed"
-
-    def end(self, is_cut: bool) -> None:
-        """A call is as complete as its arguments."""
-        if self.kind == "function_call":
-            is_cut = parsed_arguments(self.text) is None
-        self.is_cut = is_cut
-
-    @property
-    def text(self) -> str:
-        return "".join(self.texts)
-
-    def object(self, status: str) -> dict[str, Any]:
-        shown: dict[str, Any] = {"id": self.item_id, "type": self.kind, "status": status}
-        if self.kind == "message":
-            content = [_text_part(self.text)] if self.texts else []
-            return shown | {"role": "assistant", "content": content}
-        if self.kind == "reasoning":
-            content = [{"type": "reasoning_text", "text": self.text}] if self.texts else []
-            return shown | {"summary": [], "content": content}
-        return shown | {"call_id": self.call_id, "name": self.name, "arguments": self.text}
-
-
-def _text_part(text: str) -> dict[str, Any]:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
-
-
-class ResponsesFormat:
-    def __init__(self, answering: Answering, fields: Fields) -> None:
-        self._answering = answering
-        self._fields = fields
-        self._splitter = (answering.splitter or PlainSplitter)()
-        self._items: list[_Item] = []
-        self._open: _Item | None = None
-        self._sequence = 0
-        self._reason: FinishReason | None = None
-
-    # --- streamed ---------------------------------------------------------------------------------
-
-    def first_events(self, num_choices: int) -> bytes:
-        shown = self._response("in_progress", None)
-        return self._event("response.created", response=shown) + self._event(
-            "response.in_progress", response=shown
-        )
-
-    def events(self, piece: Piece) -> bytes:
-        parts = self._splitter.push(piece.text)
-        if piece.finish_reason is not None:
-            parts = parts + self._splitter.flush()
-            self._reason = piece.finish_reason
-        found = b"".join(map(self._part_events, parts))
-        if piece.finish_reason is None:
-            return found
-        return found + self._close(is_cut=piece.finish_reason is FinishReason.LENGTH)
-
-    def last_events(self, usage: Usage) -> bytes:
-        status = self._status()
-        return self._event(f"response.{status}", response=self._response(status, usage))
-
-    def _part_events(self, part: Part) -> bytes:
-        match part:
-            case Content(text):
-                return self._text("message", "response.output_text.delta", text)
-            case Reasoning(text):
-                return self._text("reasoning", "response.reasoning_text.delta", text)
-            case CallBegun(_, name):
-                return self._begin("function_call", name)
-            case CallArguments(_, text):
-                assert self._open is not None
-                self._open.texts.append(text)
-                return self._item_event("response.function_call_arguments.delta", delta=text)
-
-    def _text(self, kind: str, event: str, text: str) -> bytes:
-        begun = b""
-        if self._open is None or self._open.kind != kind:
-            begun = self._begin(kind)
-        assert self._open is not None
-        self._open.texts.append(text)
-        extra: dict[str, Any] = {"logprobs": []} if kind == "message" else {}
-        return begun + self._item_event(event, content_index=0, delta=text, **extra)
-
-    def _begin(self, kind: str, name: str = "") -> bytes:
-        closed = self._close()
-        item = self._new_item(kind, name)
-        self._open = item
-        shown = item.object("in_progress")
-        begun = closed + self._event(
-            "response.output_item.added", output_index=item.index, item=shown
-        )
-        if kind != "message":
-            return begun
-        return begun + self._item_event(
-            "response.content_part.added", content_index=0, part=_text_part("")
-        )
-
-    def _close(self, *, is_cut: bool = False) -> bytes:
-        item = self._open
-        if item is None:
-            return b""
-        item.end(is_cut)
-        found = b""
-        if item.kind == "message":
-            done = {"content_index": 0, "text": item.text, "logprobs": []}
-            found = self._item_event("response.output_text.done", **done)
-            found += self._item_event(
-                "response.content_part.done", content_index=0, part=_text_part(item.text)
-            )
-        elif item.kind == "reasoning":
-            found = self._item_event(
-                "response.reasoning_text.done", content_index=0, text=item.text
-            )
-        elif not item.is_cut:
-            found = self._item_event(
-                "response.function_call_arguments.done", name=item.name, arguments=item.text
-            )
-        self._open = None
-        shown = item.object(item.status)
-        return found + self._event("response.output_item.done", output_index=item.index, item=shown)
-
-    def _item_event(self, kind: str, **values: Any) -> bytes:
-        assert self._open is not None
-        about = {"item_id": self._open.item_id, "output_index": self._open.index}
-        return self._event(kind, **about, **values)
-
-    def _event(self, kind: str, **values: Any) -> bytes:
-        body = {"type": kind, "sequence_number": self._sequence, **values}
-        self._sequence += 1
-        return b"event: " + kind.encode() + b"\ndata: " + to_json(body) + b"\n\n"
-
-    # --- whole ------------------------------------------------------------------------------------
-
-    def whole(self, pieces: Sequence[Piece], usage: Usage) -> bytes:
-        (piece,) = pieces
-        self._reason = piece.finish_reason
-        message = message_of(self._answering, piece.text)
-        if message.reasoning:
-            self._new_item("reasoning").texts.append(message.reasoning)
-        if message.content or not message.calls:
-            self._new_item("message").texts.append(message.content)
-        for call in message.calls:
-            item = self._new_item("function_call", call.name)
-            item.texts.append(call.arguments)
-        for item in self._items:
-            is_last = item is self._items[-1]
-            item.end(is_last and piece.finish_reason is FinishReason.LENGTH)
-        return to_json(self._response(self._status(), usage))
-
-    def _new_item(self, kind: str, name: str = "") -> _Item:
-        prefix = {"message": "msg", "reasoning": "rs", "function_call": "fc"}[kind]
-        index = len(self._items)
-        item = _Item(kind, f"{prefix}_{self._answering.call_id}_{index}", index, name=name)
-        if kind == "function_call":
-            item.call_id = self._answering.new_call_id()
-        self._items.append(item)
-        return item
-
-    def _status(self) -> str:
-        return "incomplete" if self._reason is FinishReason.LENGTH else "completed"
-
-    def _response(self, status: str, usage: Usage | None) -> dict[str, Any]:
-        answering, fields = self._answering, self._fields
-        sampling = answering.options.sampling
-        is_cut = status == "incomplete"
-        return {
-            "id": f"resp_{answering.call_id}",
-            "object": "response",
-            "created_at": answering.created,
-            "status": status,
-            "background": False,
-            "error": None,
-            "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
-            "instructions": fields.take("instructions"),
-            "max_output_tokens": answering.options.max_tokens,
-            "metadata": fields.take("metadata") or {},
-            "model": answering.model,
-            "output": [item.object(item.status) for item in self._items if usage is not None],
-            "parallel_tool_calls": answering.options.tools is None
-            or answering.options.tools.is_parallel,
-            "previous_response_id": None,
-            "reasoning": {"effort": None, "summary": None},
-            "store": False,
-            "temperature": sampling.temperature,
-            "text": fields.take("text") or {"format": {"type": "text"}},
-            "tool_choice": fields.take("tool_choice") or "auto",
-            "tools": fields.take("tools") or [],
-            "top_p": sampling.top_p,
-            "truncation": "disabled",
-            "usage": None if usage is None else _usage_object(usage),
-            "user": fields.take("user"),
-        }
-
-
-def _usage_object(usage: Usage) -> dict[str, Any]:
+def _output(item: dict[str, Any], where: str, takes_parts: bool) -> Message:
+    call_id, output = item.get("call_id"), item.get("output")
+    if output is None:
+        raise InvalidRequest(f"{where}.output is required", param=f"{where}.output")
+    if not isinstance(call_id, str | None):
+        raise InvalidRequest(f"{where}.call_id must be a string", param=f"{where}.call_id")
+    about = {} if call_id is None else {"tool_call_id": call_id}
     return {
-        "input_tokens": usage.prompt_tokens,
-        "input_tokens_details": {"cached_tokens": usage.cached_tokens},
-        "output_tokens": usage.completion_tokens,
-        "output_tokens_details": {"reasoning_tokens": 0},
-        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        "role": "tool",
+        **about,
+        "content": read_content(output, f"{where}.output", takes_parts),
     }
