@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.errors import DecodeLost, Draining, MalformedMessage, Preempted, TandemError
-from common.messages import Cancel, ChunkBudget, Failed, GenerateRequest, Route, TokenBatch
+from common.messages import Cancel, ChunkBudget, Failed, GenerateRequest, Route
 from common.scheduling.block_hash import HashChain, HashRoots
 from common.scheduling.kv_cache import KvCache
 from common.scheduling.plan import StepPlan, StepResult
@@ -258,23 +258,13 @@ class DecodeCore:
 
     def _tell_tokens(self, facts: Facts, *, is_from_prefill: bool) -> None:
         """One batch for each session."""
-        rows: dict[SessionId, list[int]] = {}
-        for row, request_id in enumerate(facts.request_ids):
-            request = self._requests[request_id]
-            rows.setdefault(request.session.id, []).append(row)
-            reason = facts.finish_reasons[row]
+        for request_id, reason in zip(facts.request_ids, facts.finish_reasons, strict=True):
             if reason is not None:
-                request.reason = reason
-        for session_id, own in rows.items():
-            logprobs = tuple(facts.logprobs[row] for row in own)
-            batch = TokenBatch(
-                request_ids=tuple(facts.request_ids[row] for row in own),
-                output_indices=tuple(facts.output_indices[row] for row in own),
-                token_ids=tuple(facts.token_ids[row] for row in own),
-                finish_reasons=tuple(facts.finish_reasons[row] for row in own),
-                logprobs=logprobs if any(item is not None for item in logprobs) else (),
-            )
-            self._actions.append(Tell(session_id, batch, is_from_prefill))
+                self._requests[request_id].reason = reason
+        sessions = [self._requests[request_id].session for request_id in facts.request_ids]
+        for session in dict.fromkeys(sessions):
+            own = [row for row, its in enumerate(sessions) if its is session]
+            self._actions.append(Tell(session.id, facts.batch(own), is_from_prefill))
 
     def _fail(self, request_id: RequestId, error: TandemError, *, at_prefill: bool = False) -> None:
         reason = "preempted" if isinstance(error, Preempted) else "error"

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.errors import TandemError
-from common.messages import GenerateRequest, PrefillDone
+from common.messages import GenerateRequest, PrefillDone, TokenBatch
 from common.scheduling.block_hash import HashChain
 from common.scheduling.kv_cache import BlockTable
 from common.scheduling.plan import PageKind
@@ -59,6 +59,16 @@ class Facts:
     failed: list[tuple[RequestId, TandemError]] = field(default_factory=list)
     ended: list[RequestId] = field(default_factory=list)
     """Requests that the scheduler has forgotten, for whatever reason."""
+
+    def batch(self, rows: list[int]) -> TokenBatch:
+        logprobs = [self.logprobs[row] for row in rows]
+        return TokenBatch(
+            request_ids=tuple([self.request_ids[row] for row in rows]),
+            output_indices=tuple([self.output_indices[row] for row in rows]),
+            token_ids=tuple([self.token_ids[row] for row in rows]),
+            finish_reasons=tuple([self.finish_reasons[row] for row in rows]),
+            logprobs=tuple(logprobs) if any(item is not None for item in logprobs) else (),
+        )
 
 
 @dataclass(slots=True, eq=False)

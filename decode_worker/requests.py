@@ -85,9 +85,9 @@ class Requests:
 
     def take_decodes(self, flight: Flight, result: StepResult, row: int, facts: Facts) -> None:
         """A step's tokens, from that row of the result on."""
-        failed = set(result.failed)
+        failed, running = set(result.failed), self._running.outputs
         for key, output in flight.decodes.items():
-            is_running = output in self._running  # else it has ended since it was planned
+            is_running = running.get(key) is output  # else it has ended since it was planned
             if key in failed:
                 if is_running:
                     self.fail(output.entry, result.failure(key), facts)

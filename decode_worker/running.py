@@ -10,7 +10,7 @@ beforehand (the simulator) may take many quiet steps at once. Used by `BatchSche
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -52,8 +52,9 @@ class RunningSet:
     def __len__(self) -> int:
         return len(self._outputs)
 
-    def __contains__(self, output: Output) -> bool:
-        return self._outputs.get(output.key) is output
+    @property
+    def outputs(self) -> Mapping[OutputKey, Output]:
+        return self._outputs
 
     @property
     def entries(self) -> Iterator[Entry]:
@@ -119,15 +120,16 @@ class RunningSet:
         """Those of the outputs that have a page for their next token, and what was given to them
         for it.
         """
-        num_running = len(self._outputs)
+        num_running, latest = len(self._outputs), self._flights.latest
         grown: GivenPages = []
         tails: GivenPages = []
         stalled: set[OutputKey] = set()
         for output in self._opening(going_on):
-            if output not in self:
+            if output.key not in self._outputs:
                 continue  # evicted for another one
             had_tail = output.table.tail is not None
-            if not self._has_grown(output, make_room):
+            is_unread = latest.get(output.key) is output
+            if not self._has_grown(output, output.num_tokens + is_unread, make_room):
                 stalled.add(output.key)
                 continue
             grown.append((output.key, output.table.block_ids[-1]))
@@ -153,9 +155,10 @@ class RunningSet:
             if (output.num_tokens + (latest.get(key) is output)) % size == 1
         ]
 
-    def _has_grown(self, output: Output, make_room: Callable[[Output], bool]) -> bool:
-        unread = self._flights.latest.get(output.key) is output
-        while not self._cache.grow(output.table, output.num_tokens + unread):
+    def _has_grown(
+        self, output: Output, num_tokens: int, make_room: Callable[[Output], bool]
+    ) -> bool:
+        while not self._cache.grow(output.table, num_tokens):
             if len(self._flights):
                 self._is_short = True
                 return False

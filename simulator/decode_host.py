@@ -8,43 +8,25 @@ flight is planned as usual.
 
 import math
 from bisect import bisect_left
-from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from itertools import pairwise
 
 from common.errors import TandemError
 from common.messages import (
-    Admitted,
-    Cancel,
     ChunkBudget,
     Failed,
     FirstTokens,
     GenerateRequest,
     HandoffRequest,
     PagesReady,
-    PagesTaken,
-    PrefillDone,
     Route,
-    TokenBatch,
+    Submit,
     unpack_tokens,
 )
-from common.scheduling.block_hash import HashChain, HashRoots
+from common.scheduling.block_hash import HashRoots
 from common.scheduling.step_time import StepShape
-from common.types import FinishReason, OutputKey, RequestId, Role, output_key
-from decode_worker.actions import (
-    Action,
-    Connect,
-    Cut,
-    Ended,
-    Finish,
-    Land,
-    Link,
-    PullId,
-    Read,
-    Send,
-    Tell,
-)
+from common.types import RequestId, Role
+from decode_worker import actions as do
 from decode_worker.admission import PLACE_S
 from decode_worker.core import DecodeCore
 from decode_worker.pulls import Pulls
@@ -52,16 +34,15 @@ from decode_worker.scheduler import BatchScheduler
 from kvtransfer.destination import Fact, Landed, ReadEnded, StreamEnded
 from kvtransfer.landing import LandingZone
 from kvtransfer.transport import ReadEnd
+from simulator.clients import Clients
 from simulator.events import EventQueue
 from simulator.host import LATENCY_S, MODEL_FINGERPRINT, Host, WorkerSetup, sampled
 from simulator.prefill_host import PrefillHost
-from simulator.records import Gaps, Record
 from worker.watch import Load
 
 MAX_STRETCH = 64
 """Steps advanced at once; a message in between makes the rest of them worthless."""
 
-Token = tuple[RequestId, int, FinishReason | None]
 Deliver = Callable[["DecodeHost", list[object]], None]
 
 
@@ -71,20 +52,7 @@ class Pull:
 
     host: "DecodeHost"
     source: PrefillHost
-    id: PullId
-
-
-@dataclass(slots=True, eq=False)
-class _Client:
-    """What the host must know of a request beside its core."""
-
-    record: Record
-    token_id: int
-    chain: HashChain
-    num_untold: int = 0
-    """Tokens that the router was not told of: it would do nothing with them. It is told when it has
-    to submit the request anew.
-    """
+    id: do.PullId
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +62,9 @@ class _Stretch:
 
 
 class DecodeHost(Host):
-    """`deliver` takes messages to the router, which learns of them a latency later."""
+    """`deliver` takes messages to the router, which learns of them a latency later; `sources` are
+    prefill workers by their addresses.
+    """
 
     def __init__(
         self,
@@ -102,9 +72,9 @@ class DecodeHost(Host):
         order: int,
         events: EventQueue,
         *,
+        clients: Clients,
+        sources: Mapping[str, PrefillHost],
         deliver: Deliver,
-        records: dict[RequestId, Record],
-        gaps: Gaps,
         at_once: bool,
     ) -> None:
         super().__init__(setup, order, events)
@@ -126,14 +96,11 @@ class DecodeHost(Host):
             pulls=Pulls(self.scheduler, zone, incarnation=self.incarnation, stall_s=math.inf),
         )
         self._router = self._core.open_session()
+        self._clients = clients
+        self._sources = sources
         self._deliver = deliver
-        self._records = records
-        self._gaps = gaps
         self._at_once = at_once
-        self._clients: dict[RequestId, _Client] = {}
-        self._token_ids: dict[OutputKey, int] = {}
-        self._sources: dict[str, PrefillHost] = {}
-        self._pulls: dict[PullId, Pull] = {}
+        self._pulls: dict[do.PullId, Pull] = {}
         self._stretch: _Stretch | None = None
         self._step_ends_at = 0.0
         self._outbox: list[object] = []
@@ -149,43 +116,34 @@ class DecodeHost(Host):
 
     # --- messages from the router -----------------------------------------------------------------
 
-    def submit(self, request: GenerateRequest) -> None:
+    def hear(self, message: object) -> None:
+        if isinstance(message, ChunkBudget):  # no matter to the steps under way
+            self._perform(self._core.receive(self._router, message, self.events.now))
+            return
         self.settle()
+        match message:
+            case Submit(request=request):
+                self._submit(request)
+            case _:
+                self._note_local_prefill(message)
+                self._perform(self._core.receive(self._router, message, self.events.now))
+        self._flush()
+        self._wake()
+
+    def _submit(self, request: GenerateRequest) -> None:
         token_ids = unpack_tokens(request.token_ids)
         chain = self._core.chain(request.cache_salt, token_ids)
         try:
             self._core.submit(self._router, request, token_ids, chain, self.events.now)
+            self._clients.add(request, chain)
         except TandemError as error:
             self._outbox.append(Failed.of(request.request_id, error))
-            self._flush()
-            return
-        record = self._records[request.request_id.partition("~")[0]]
-        client = _Client(record, -1 - record.number, chain)
-        self._clients[request.request_id] = client
-        self._token_ids[output_key(request.request_id, request.output_index)] = client.token_id
-        self._wake()
 
-    def route(self, request_id: RequestId, source: PrefillHost | None) -> None:
-        self.settle()
-        if source is None and self.scheduler.is_waiting_for_route(request_id):
-            self._clients[request_id].record.num_local_prefills += 1
-        address = None if source is None else source.address
-        if source is not None:
-            self._sources[source.address] = source
-        self._hear(Route(request_id=request_id, prefill=address))
-
-    def cancel(self, request_id: RequestId) -> None:
-        self.settle()
-        self._hear(Cancel(request_id=request_id))
-
-    def limit_chunks(self, max_tokens: int) -> None:
-        self._perform(
-            self._core.receive(self._router, ChunkBudget(max_tokens=max_tokens), self.events.now)
-        )
-
-    def _hear(self, message: Route | Cancel) -> None:
-        self._perform(self._core.receive(self._router, message, self.events.now))
-        self._wake()
+    def _note_local_prefill(self, message: object) -> None:
+        match message:
+            case Route(request_id=request_id, prefill=None):
+                if self.scheduler.is_waiting_for_route(request_id):
+                    self._clients[request_id].record.num_local_prefills += 1
 
     def _places_freed(self) -> None:
         """A prompt under way for so long has no place any more: others may come in."""
@@ -255,23 +213,8 @@ class DecodeHost(Host):
         if num_steps == 0:
             return
         ends = stretch.ends[:num_steps]
-        seen = [end + LATENCY_S for end in ends]
-        keys = self.scheduler.take_quiet_steps(num_steps, self._token_ids.__getitem__)
-        gaps = [later - earlier for earlier, later in pairwise(seen)]
-        counts = {gap: len(keys) * number for gap, number in Counter(gaps).items()}
-        worst = max(gaps, default=0.0)
-        for key in keys:
-            client = self._clients[key.rpartition("/")[0]]
-            record = client.record
-            first_gap = seen[0] - record.last_token_s
-            counts[first_gap] = counts.get(first_gap, 0) + 1
-            record.worst_gap_s = max(record.worst_gap_s, first_gap, worst)
-            record.last_token_s = seen[-1]
-            record.num_tokens += num_steps
-            client.num_untold += num_steps
-            if record.token_times is not None:
-                record.token_times += seen
-        self._gaps.add_all(counts)
+        keys = self.scheduler.take_quiet_steps(num_steps, self._clients.token_of)
+        self._clients.took_quiet_steps(keys, [end + LATENCY_S for end in ends])
         self.record.busy_s += ends[-1] - stretch.start
         self.record.num_steps += num_steps
 
@@ -286,78 +229,32 @@ class DecodeHost(Host):
         plan, self._plan = self._plan, None
         assert plan is not None
         self._observe_peak(self.scheduler.num_running)
-        result = sampled(plan, self._token_ids.__getitem__)
+        result = sampled(plan, self._clients.token_of)
         self.record.num_prompt_tokens += plan.num_tokens - len(plan.decodes)
         self._perform(self._core.apply(plan, result, self.events.now))
         self._begin()
 
     # --- actions ----------------------------------------------------------------------------------
 
-    def _perform(self, actions: Iterable[Action]) -> None:
+    def _perform(self, actions: Iterable[do.Action]) -> None:
         for action in actions:
             match action:
-                case Tell(message=message):
-                    self._tell(message)
-                case Ended(request_id=request_id):
-                    del self._clients[request_id]
-                case Connect():
+                case do.Tell(message=message):
+                    now = self.events.now
+                    self._outbox += self._clients.told(message, now, now + LATENCY_S)
+                case do.Ended(request_id=request_id):
+                    self._clients.remove(request_id)
+                case do.Connect():
                     self._connect(action)
-                case Send(pull=pull_id, message=message):
+                case do.Send(pull=pull_id, message=message):
                     self._send(self._pulls[pull_id], message)
-                case Finish(pull=pull_id) | Cut(pull=pull_id):
+                case do.Finish(pull=pull_id) | do.Cut(pull=pull_id):
                     pull = self._pulls.pop(pull_id)
-                    self._to(pull.source.finished, pull)
-                case Read():
+                    self._to(pull.source.hear, pull, None)
+                case do.Read():
                     self._read(action)
-                case Land():
+                case do.Land():
                     self._land(action)
-
-    def _tell(self, message: object) -> None:
-        match message:
-            case TokenBatch():
-                self._tell_tokens(message)
-                return
-            case Admitted(request_id=request_id):
-                record = self._clients[request_id].record
-                if record.admitted_s is None:
-                    record.admitted_s = self.events.now
-            case PrefillDone(request_id=request_id):
-                record = self._clients[request_id].record
-                if record.first_token_s is None:
-                    record.num_cached_tokens = message.num_cached_tokens
-            case Failed(request_id=request_id):
-                client = self._clients[request_id]
-                if client.num_untold:
-                    told: list[Token] = [(request_id, client.token_id, None)] * client.num_untold
-                    self._outbox.append(_batch(told))
-                client.record.num_retries += not message.at_prefill
-        self._outbox.append(message)
-
-    def _tell_tokens(self, batch: TokenBatch) -> None:
-        seen_at = self.events.now + LATENCY_S
-        finished: list[Token] = []
-        gaps: dict[float, int] = {}
-        columns = zip(batch.request_ids, batch.token_ids, batch.finish_reasons, strict=True)
-        for request_id, token_id, reason in columns:
-            client = self._clients[request_id]
-            record = client.record
-            if record.first_token_s is None:
-                record.first_token_s = seen_at
-            else:
-                gap = seen_at - record.last_token_s
-                gaps[gap] = gaps.get(gap, 0) + 1
-                if gap > record.worst_gap_s:
-                    record.worst_gap_s = gap
-            record.last_token_s = seen_at
-            record.num_tokens += 1
-            if record.token_times is not None:
-                record.token_times.append(seen_at)
-            client.num_untold += 1
-            if reason is not None:
-                finished.append((request_id, token_id, reason))
-        self._gaps.add_all(gaps)
-        if finished:
-            self._outbox.append(_batch(finished))
 
     def _flush(self) -> None:
         if self._outbox:
@@ -366,11 +263,11 @@ class DecodeHost(Host):
 
     # --- hand-offs --------------------------------------------------------------------------------
 
-    def _connect(self, action: Connect) -> None:
+    def _connect(self, action: do.Connect) -> None:
         self.events.send(self.events.now + PLACE_S, self._places_freed)
         source = self._sources[action.address]
         self._pulls[action.pull] = Pull(self, source, action.pull)
-        link = Link(
+        link = do.Link(
             address=source.address,
             incarnation=source.incarnation,
             numeric_incarnation=source.order + 1,
@@ -379,12 +276,11 @@ class DecodeHost(Host):
         self._perform(self._core.connected(action.pull, link, self.events.now))
 
     def _send(self, pull: Pull, message: object) -> None:
-        match message:
-            case HandoffRequest(request=request):
-                chain = self._clients[request.request_id].chain
-                self._to(pull.source.open, message, chain, pull)
-            case PagesTaken():
-                self._to(pull.source.taken, pull, message)
+        if isinstance(message, HandoffRequest):
+            chain = self._clients[message.request.request_id].chain
+            self._to(pull.source.open, message, chain, pull)
+        else:
+            self._to(pull.source.hear, pull, message)
 
     def from_prefill(self, pull: Pull, message: PagesReady | FirstTokens) -> None:
         if isinstance(message, FirstTokens):  # else it begins reads at most: no matter to the steps
@@ -395,15 +291,15 @@ class DecodeHost(Host):
         self.settle()
         self._on(pull.id, StreamEnded(error=error))
 
-    def _on(self, pull_id: PullId, fact: Fact) -> None:
+    def _on(self, pull_id: do.PullId, fact: Fact) -> None:
         self._pulled(self._core.on(pull_id, fact, self.events.now))
 
-    def _pulled(self, actions: Iterable[Action]) -> None:
+    def _pulled(self, actions: Iterable[do.Action]) -> None:
         self._perform(actions)
         self._flush()
         self._wake()
 
-    def _read(self, action: Read) -> None:
+    def _read(self, action: do.Read) -> None:
         """Both NICs serve one read after the other."""
         source = self._pulls[action.pull].source
         num_bytes = sum(self.page_bytes[page.kind] for page in action.read.pages)
@@ -412,11 +308,11 @@ class DecodeHost(Host):
         self.link_free_at = source.link_free_at = end
         self.events.send(end, self._read_ended, action)
 
-    def _read_ended(self, action: Read) -> None:
+    def _read_ended(self, action: do.Read) -> None:
         self.settle()
         self._on(action.pull, ReadEnded(read_id=action.read.read_id, end=ReadEnd.DONE))
 
-    def _land(self, action: Land) -> None:
+    def _land(self, action: do.Land) -> None:
         """On the device: after the step in flight, before the next one."""
         num_bytes = sum(self.page_bytes[move.kind] for move in action.land.moves)
         begin = max(self.events.now, self.device_free_at)
@@ -427,17 +323,7 @@ class DecodeHost(Host):
         self.record.busy_s += end - begin
         self.events.send(end, self._landed, action)
 
-    def _landed(self, action: Land) -> None:
+    def _landed(self, action: do.Land) -> None:
         self.settle()
         accepted = (None,) * len(action.land.moves)
         self._on(action.pull, Landed(read_id=action.land.read_id, refusals=accepted))
-
-
-def _batch(tokens: list[Token]) -> TokenBatch:
-    request_ids, token_ids, reasons = zip(*tokens, strict=True)
-    return TokenBatch(
-        request_ids=request_ids,
-        output_indices=(0,) * len(tokens),
-        token_ids=token_ids,
-        finish_reasons=reasons,
-    )
