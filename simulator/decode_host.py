@@ -24,6 +24,7 @@ from common.messages import (
     unpack_tokens,
 )
 from common.scheduling.block_hash import HashRoots
+from common.scheduling.kv_cache import KvCache
 from common.scheduling.step_time import StepShape
 from common.types import RequestId, Role
 from decode_worker import actions as do
@@ -78,23 +79,8 @@ class DecodeHost(Host):
         at_once: bool,
     ) -> None:
         super().__init__(setup, order, events)
-        self.scheduler = BatchScheduler(
-            self.cache,
-            chunk_tokens=setup.chunk_tokens,
-            max_num_seqs=setup.max_num_seqs,
-            max_waiting=setup.max_waiting,
-            max_model_len=setup.max_model_len,
-            is_colocated=setup.role is Role.COLOCATED,
-            is_chunk_auto=setup.is_chunk_auto,
-            step_times=setup.step_times,
-        )
-        zone = LandingZone(num_packed=setup.num_landing_packed, num_exact=setup.num_landing_exact)
-        self._core = DecodeCore(
-            self.cache,
-            self.scheduler,
-            roots=HashRoots(MODEL_FINGERPRINT, setup.layout.block_size),
-            pulls=Pulls(self.scheduler, zone, incarnation=self.incarnation, stall_s=math.inf),
-        )
+        self._core = _core_of(setup, self.cache, self.incarnation)
+        self._scheduler = self._core.scheduler
         self._router = self._core.open_session()
         self._clients = clients
         self._sources = sources
@@ -142,7 +128,7 @@ class DecodeHost(Host):
     def _note_local_prefill(self, message: object) -> None:
         match message:
             case Route(request_id=request_id, prefill=None):
-                if self.scheduler.is_waiting_for_route(request_id):
+                if self._scheduler.is_waiting_for_route(request_id):
                     self._clients[request_id].record.num_local_prefills += 1
 
     def _places_freed(self) -> None:
@@ -190,14 +176,16 @@ class DecodeHost(Host):
             return
         seconds = 0.0
         if plan.num_tokens:
-            seconds = self.setup.costs.step_s(StepShape.of(plan, self.scheduler.num_context_tokens))
+            seconds = self.setup.costs.step_s(
+                StepShape.of(plan, self._scheduler.num_context_tokens)
+            )
         self._step_ends_at = self._run(plan, now, seconds)
 
     def _begin_stretch(self, now: float) -> bool:
-        num_steps = self.scheduler.num_quiet_steps(MAX_STRETCH)
+        num_steps = self._scheduler.num_quiet_steps(MAX_STRETCH)
         if num_steps < 2:
             return False
-        num_decodes, context = self.scheduler.num_decodes, self.scheduler.num_context_tokens
+        num_decodes, context = self._scheduler.num_decodes, self._scheduler.num_context_tokens
         costs, ends, end = self.setup.costs, [], now
         for _ in range(num_steps):
             shape = StepShape(num_decodes=num_decodes, num_context_tokens=context)
@@ -213,7 +201,7 @@ class DecodeHost(Host):
         if num_steps == 0:
             return
         ends = stretch.ends[:num_steps]
-        keys = self.scheduler.take_quiet_steps(num_steps, self._clients.token_of)
+        keys = self._scheduler.take_quiet_steps(num_steps, self._clients.token_of)
         self._clients.took_quiet_steps(keys, [end + LATENCY_S for end in ends])
         self.record.busy_s += ends[-1] - stretch.start
         self.record.num_steps += num_steps
@@ -228,7 +216,7 @@ class DecodeHost(Host):
             return
         plan, self._plan = self._plan, None
         assert plan is not None
-        self._observe_peak(self.scheduler.num_running)
+        self._observe_peak(self._scheduler.num_running)
         result = sampled(plan, self._clients.token_of)
         self.record.num_prompt_tokens += plan.num_tokens - len(plan.decodes)
         self._perform(self._core.apply(plan, result, self.events.now))
@@ -327,3 +315,23 @@ class DecodeHost(Host):
         self.settle()
         accepted = (None,) * len(action.land.moves)
         self._on(action.pull, Landed(read_id=action.land.read_id, refusals=accepted))
+
+
+def _core_of(setup: WorkerSetup, cache: KvCache, incarnation: str) -> DecodeCore:
+    scheduler = BatchScheduler(
+        cache,
+        chunk_tokens=setup.chunk_tokens,
+        max_num_seqs=setup.max_num_seqs,
+        max_waiting=setup.max_waiting,
+        max_model_len=setup.max_model_len,
+        is_colocated=setup.role is Role.COLOCATED,
+        is_chunk_auto=setup.is_chunk_auto,
+        step_times=setup.step_times,
+    )
+    zone = LandingZone(num_packed=setup.num_landing_packed, num_exact=setup.num_landing_exact)
+    return DecodeCore(
+        cache,
+        scheduler,
+        roots=HashRoots(MODEL_FINGERPRINT, setup.layout.block_size),
+        pulls=Pulls(scheduler, zone, incarnation=incarnation, stall_s=math.inf),
+    )
