@@ -39,7 +39,7 @@ def run(config: PlanConfig, report: Report) -> int:
         content = json.dumps(numbers_of(plan, config), indent=1)
         Path(config.json).write_text(content + "\n", encoding="utf-8")
     if config.plot is not None:
-        from simulator.plot import draw
+        from commands.plot import draw
 
         draw(plan, targets, Path(config.plot))
         report(f"wrote {config.plot}")

@@ -152,7 +152,7 @@ LIMITS: tuple[tuple[str, tuple[Limit, ...]], ...] = (
                 "inputs, outputs, parameters of a KServe call",
                 f"{_count(MAX_PARTS)} each",
                 "400",
-                "router/api/kserve/tensors.py",
+                "router/api/kserve/infer.py",
             ),
             Limit("digits of an integer", _count(MAX_INTEGER_DIGITS), "400", JSON),
         ),

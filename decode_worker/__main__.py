@@ -6,18 +6,20 @@ import logging
 
 from anyio.abc import TaskGroup
 
-from common.device import Device
 from common.internal_tls import InternalTls
 from common.rpc import connect
+from common.scheduling.block_hash import HashRoots
 from common.scheduling.plan import PageKind
+from decode_worker.core import DecodeCore
+from decode_worker.handoffs import Wire
 from decode_worker.links import Links
 from decode_worker.peers import AllowedPeers
-from decode_worker.pull import Puller
+from decode_worker.pulls import Pulls
 from decode_worker.scheduler import BatchScheduler
 from decode_worker.service import DecodeService
 from kvtransfer.landing import LandingZone
 from worker.config import WorkerConfig
-from worker.main import Assembly, Parts, run_worker, watched
+from worker.main import Assembly, Parts, context_of, run_worker
 
 log = logging.getLogger(__name__)
 
@@ -38,30 +40,26 @@ async def assemble(parts: Parts, group: TaskGroup) -> Assembly:
         max_model_len=parts.sizes.max_model_len,
         is_colocated=is_colocated,
     )
-    device = watched(parts, scheduler)
+    wire = None if is_colocated else await _open_wire(parts)
+    pulls = None
+    if wire is not None:
+        pulls = Pulls(
+            scheduler,
+            wire.zone,
+            incarnation=parts.identity.incarnation,
+            stall_s=config.handoff_stall_s,
+        )
+    roots = HashRoots(parts.identity.model_fingerprint, parts.identity.block_size)
     service = DecodeService(
-        identity=parts.identity,
-        scheduler=scheduler,
-        cache=parts.cache,
-        device=device,
-        clock=parts.clock,
-        metrics=parts.metrics,
-        events=parts.events,
-        unfit=parts.unfit,
+        context_of(parts, scheduler),
+        DecodeCore(parts.cache, scheduler, roots=roots, pulls=pulls),
+        wire,
         overlaps_steps=parts.device.overlaps_steps,
     )
-    if is_colocated:
-        return Assembly(service=service, close=_nothing)
-    return await _with_puller(parts, group, device, scheduler, service)
+    return Assembly(service=service, close=_nothing if wire is None else wire.close)
 
 
-async def _with_puller(
-    parts: Parts,
-    group: TaskGroup,
-    device: Device,
-    scheduler: BatchScheduler,
-    service: DecodeService,
-) -> Assembly:
+async def _open_wire(parts: Parts) -> Wire:
     from kvtransfer.nixl_transport import NixlTransport
 
     transport = NixlTransport(parts.identity.incarnation, parts.runner.pool, parts.runner.landing)
@@ -70,10 +68,6 @@ async def _with_puller(
         num_packed=parts.sizes.num_landing_packed, num_exact=parts.sizes.num_landing_exact
     )
     layout = parts.runner.layout
-    page_bytes = {
-        PageKind.PACKED: layout.packed_page_bytes,
-        PageKind.EXACT: layout.exact_page_bytes,
-    }
     tls = InternalTls.of(parts.config.internal_tls)
     allowed = AllowedPeers.of(parts.config)
     if allowed.is_everybody and tls is None:
@@ -88,32 +82,17 @@ async def _with_puller(
         transport=transport,
         zone=zone,
         connect=connect if tls is None else tls.connect,
+        clock=parts.clock,
         metrics=parts.metrics,
-        page_bytes=page_bytes[PageKind.PACKED],
+        page_bytes=layout.packed_page_bytes,
     )
-    puller = Puller(
-        scheduler=scheduler,
-        device=device,
+    return Wire(
         transport=transport,
         zone=zone,
         links=links,
-        page_bytes=page_bytes,
-        block_size=parts.identity.block_size,
-        clock=parts.clock,
-        metrics=parts.metrics,
-        events=parts.events,
-        group=group,
-        wake=service.wake,
+        page_bytes={kind: layout.page_bytes(kind) for kind in PageKind},
         give_up=parts.give_up,
-        handoff_stall_s=parts.config.handoff_stall_s,
     )
-    service.use(puller)
-
-    async def close() -> None:
-        await links.close()
-        await transport.close()
-
-    return Assembly(service=service, close=close)
 
 
 async def _nothing() -> None:

@@ -8,20 +8,25 @@ from common.scheduling.step_time import StepShape, StepTimes
 
 
 class ChunkLimit:
-    def __init__(self, block_size: int, max_tokens: int, *, is_auto: bool) -> None:
+    def __init__(
+        self, block_size: int, max_tokens: int, *, is_auto: bool, known: StepTimes | None = None
+    ) -> None:
+        """`known` step times are not measured."""
         self._block_size = block_size
         self._max_tokens = max_tokens
         self._is_auto = is_auto
+        self._known = known
         self._fit = StepFit()
         self.told: int | None = None
         """By routers, beside running streams; None when none of them says."""
 
     @property
     def times(self) -> StepTimes | None:
-        return self._fit.times
+        return self._known or self._fit.times
 
     def observe(self, shape: StepShape, duration_s: float) -> None:
-        self._fit.observe(shape, duration_s)
+        if self._known is None:
+            self._fit.observe(shape, duration_s)
 
     def budget(self, num_decodes: int, num_context_tokens: int, num_prompts: int) -> int:
         """Prompt tokens from position 0 on, beside so many streams, for so many prompts."""

@@ -1,7 +1,7 @@
 """What the batch scheduler knows of a request: its state, its outputs, and what it tells of them.
 
 Entry (a request) -> Output (a continuation with a block table of its own); `LEGAL` has the moves
-Admission, Facts: what the scheduler tells the service
+Facts: what the scheduler tells the core
 """
 
 from collections.abc import Iterable
@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.errors import TandemError
-from common.messages import GenerateRequest
+from common.messages import GenerateRequest, PrefillDone, TokenBatch
 from common.scheduling.block_hash import HashChain
 from common.scheduling.kv_cache import BlockTable
 from common.scheduling.plan import PageKind
@@ -45,13 +45,6 @@ LEGAL = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Admission:
-    request_id: RequestId
-    num_cached_tokens: int
-    needs_route: bool
-
-
 @dataclass(slots=True)
 class Facts:
     """What a step, or the arrival of first tokens, came to. Token columns as in `TokenBatch`."""
@@ -61,15 +54,21 @@ class Facts:
     token_ids: list[int] = field(default_factory=list)
     finish_reasons: list[FinishReason | None] = field(default_factory=list)
     logprobs: list[TokenLogprobs | None] = field(default_factory=list)
-    prefilled: list[tuple[RequestId, int, PromptLogprobs | None]] = field(default_factory=list)
-    """Requests whose prompt is computed now, with the number of cached tokens."""
+    prefilled: list[PrefillDone] = field(default_factory=list)
+    """Requests whose prompt is computed now."""
     failed: list[tuple[RequestId, TandemError]] = field(default_factory=list)
     ended: list[RequestId] = field(default_factory=list)
     """Requests that the scheduler has forgotten, for whatever reason."""
-    are_from_prefill: bool = False
-    """The tokens were sampled by the prefill worker, which has counted them."""
-    num_local_tokens: int = 0
-    """Prompt tokens computed in this step."""
+
+    def batch(self, rows: list[int]) -> TokenBatch:
+        logprobs = [self.logprobs[row] for row in rows]
+        return TokenBatch(
+            request_ids=tuple([self.request_ids[row] for row in rows]),
+            output_indices=tuple([self.output_indices[row] for row in rows]),
+            token_ids=tuple([self.token_ids[row] for row in rows]),
+            finish_reasons=tuple([self.finish_reasons[row] for row in rows]),
+            logprobs=tuple(logprobs) if any(item is not None for item in logprobs) else (),
+        )
 
 
 @dataclass(slots=True, eq=False)
@@ -122,6 +121,13 @@ class Entry:
     def most_tokens(self) -> int:
         """Of an output and its prompt, when the output reaches its limit."""
         return self.request.num_prompt_tokens + self.request.sampling.max_tokens
+
+    def prefilled(self, num_cached_tokens: int, logprobs: PromptLogprobs | None) -> PrefillDone:
+        return PrefillDone(
+            request_id=self.request.request_id,
+            num_cached_tokens=num_cached_tokens,
+            prompt_logprobs=logprobs,
+        )
 
     # --- in line, see common/scheduling/fair_line.py
 

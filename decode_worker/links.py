@@ -6,19 +6,17 @@ one's is added.
 """
 
 import logging
-import time
-from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import zip_longest
 
 import anyio
 
+from common.clock import Clock
 from common.errors import LayoutMismatch, MalformedMessage, PrefillLost, TandemError, WorkerLost
 from common.messages import PROTOCOL_VERSION, LinkReply, LinkRequest
 from common.pages import OFFSETS_FILE
 from common.rpc import Connect, Peer
 from common.scheduling.plan import PageKind
-from common.shared_params import SharedKeys
+from decode_worker.actions import Link
 from decode_worker.peers import AllowedPeers
 from kvtransfer.landing import LandingZone
 from kvtransfer.transport import PageRead, ReadEnd, Transport
@@ -31,20 +29,6 @@ LINK_TIMEOUT_S = 10.0
 SELF_TEST_PAGES = 32
 MAX_PEERS = 1024
 """Prefill workers that there are links to; a link that was dropped counts until room is needed."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Link:
-    address: str
-    incarnation: str
-    numeric_incarnation: int
-    peer: Peer
-    round_trip_s: float
-    """Of a message to the prefill worker and back, when the link came up."""
-    shares_parameters: bool
-    """Whether it understands `ShareParams`."""
-    heartbeat_s: float = 0.0
-    """How often it says something while it computes; 0: not at all."""
 
 
 def how_to_agree(ours: str, theirs: str) -> str:
@@ -76,6 +60,7 @@ class Links:
         transport: Transport,
         zone: LandingZone,
         connect: Connect,
+        clock: Clock,
         metrics: WorkerMetrics,
         page_bytes: int,
         allowed: AllowedPeers | None = None,
@@ -85,33 +70,34 @@ class Links:
         self._transport = transport
         self._zone = zone
         self._connect = connect
+        self._clock = clock
         self._metrics = metrics
         self._page_bytes = page_bytes
         self._allowed = allowed or AllowedPeers(None)
-        self.on_slots_freed: Callable[[], None] = lambda: None
         self._links: dict[str, Link] = {}
-        self.shared_keys = SharedKeys(prefix=f"{identity.incarnation}:")
-        """Of parameters that hand-offs under way have in common."""
         self._peers: dict[str, Peer] = {}
         self._locks: dict[str, anyio.Lock] = {}
 
-    async def get(self, address: str, incarnation: str | None) -> Link:
-        """Raises PrefillLost when it is gone or another incarnation, LayoutMismatch, PullFailed."""
+    async def get(self, address: str, incarnation: str | None) -> tuple[Link, Peer]:
+        """With the peer that it leads to. Raises PrefillLost when it is gone or another
+        incarnation, LayoutMismatch, PullFailed.
+        """
         lock = self._locks.setdefault(address, anyio.Lock())
         try:
             async with lock:
                 link = self._links.get(address)
                 if link is None or (incarnation is not None and link.incarnation != incarnation):
                     link = await self._make(address)
+                peer = self._peers[address]
         finally:
             await self._forget_unused(address, lock)
         if incarnation is not None and link.incarnation != incarnation:
             raise PrefillLost(f"the prefill worker at {address} was restarted")
-        return link
+        return link, peer
 
     def drop(self, link: Link) -> None:
         """The link's worker is gone or silent; the next request makes a new one."""
-        if self._links.get(link.address) is link:
+        if self._links.get(link.address) == link:
             del self._links[link.address]
             self._transport.unlink(link.incarnation)
 
@@ -145,15 +131,15 @@ class Links:
         if peer is None:
             peer = self._peers[address] = self._connect(address)
         try:
-            with anyio.fail_after(LINK_TIMEOUT_S):
+            with self._clock.deadline(LINK_TIMEOUT_S) as bound:
                 reply = await self._ask(peer, address)
-                asked_at = anyio.current_time()
+                asked_at = self._clock.now()
                 reply = await self._ask(peer, address)  # once more, over an open connection
-                round_trip_s = anyio.current_time() - asked_at
+                round_trip_s = self._clock.now() - asked_at
         except WorkerLost as error:
             raise PrefillLost(f"no link to the prefill worker: {error.message}") from error
-        except TimeoutError:
-            raise PrefillLost(f"the prefill worker at {address} does not answer") from None
+        if bound.cancelled_caught:
+            raise PrefillLost(f"the prefill worker at {address} does not answer")
         if reply.layout_fingerprint != self._identity.layout_fingerprint:
             raise LayoutMismatch(
                 f"KV layouts differ: {self._identity.layout} here, {reply.layout} at {address}; "
@@ -167,7 +153,6 @@ class Links:
             address=address,
             incarnation=reply.incarnation,
             numeric_incarnation=reply.numeric_incarnation,
-            peer=peer,
             round_trip_s=round_trip_s,
             shares_parameters=reply.shares_parameters,
             heartbeat_s=reply.heartbeat_s,
@@ -204,7 +189,7 @@ class Links:
         pages = [
             PageRead(kind=PageKind.PACKED, block_id=n, slot=slot) for n, slot in enumerate(slots)
         ]
-        started = time.perf_counter()
+        started = self._clock.now()
         try:
             read = self._transport.read(link.incarnation, pages)
         except TandemError:
@@ -212,16 +197,17 @@ class Links:
             raise
         end = ReadEnd.UNKNOWN
         try:
-            with anyio.move_on_after(LINK_TIMEOUT_S):
+            with self._clock.deadline(LINK_TIMEOUT_S):
                 end = await read.wait()
         finally:
             if end is ReadEnd.UNKNOWN:
                 self._zone.quarantine(slots)
             else:
                 self._zone.give_back(slots)
-                self.on_slots_freed()
         if end is not ReadEnd.DONE:
             raise PrefillLost(f"pages of {link.address} cannot be read")
-        rate = len(slots) * self._page_bytes / (time.perf_counter() - started)
+        # virtual time may stand still meanwhile
+        seconds = max(self._clock.now() - started, 1e-9)
+        rate = len(slots) * self._page_bytes / seconds
         self._metrics.link_bandwidth.labels(link.address).set(rate)
         log.info("link to %s is up: %.2f GB/s", link.address, rate / 1e9)

@@ -12,13 +12,14 @@ quarantined in the landing zone.
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from common.errors import MalformedMessage, PageRefused, PrefillLost, PullFailed, TandemError
 from common.messages import PagesReady
-from common.scheduling.plan import LandingMove, PageKind
+from common.scheduling.plan import LandingMove
+from common.scheduling.prompt_pages import PromptPage
 from common.types import BlockId
 from kvtransfer.landing import LandingZone, Slot
 from kvtransfer.transport import PageRead, ReadEnd
@@ -33,17 +34,6 @@ class State(Enum):
 
 
 LEGAL = {State.PULLING: {State.DONE, State.FAILED}, State.DONE: set(), State.FAILED: set()}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExpectedPage:
-    """What the page of block `index` must be, and where it goes."""
-
-    index: int
-    kind: PageKind
-    block_id: BlockId
-    content_hash: bytes
-    num_tokens: int
 
 
 # --- facts ----------------------------------------------------------------------------------------
@@ -151,11 +141,10 @@ class HandoffDestination:
     pull nothing.
     """
 
-    expected: Sequence[ExpectedPage]
+    expected: Sequence[PromptPage]
     first_block: int
     incarnation: int
     zone: LandingZone
-    on_slots_freed: Callable[[], None] = lambda: None
     state: State = State.PULLING
     _next_announced: int = 0
     _wanted: deque[_Announced] = field(default_factory=deque)
@@ -171,9 +160,9 @@ class HandoffDestination:
         self._next_announced = self._num_leading = self.first_block
 
     @property
-    def is_landing(self) -> bool:
-        """Pages are on their way into the pool: its blocks must not be freed now."""
-        return bool(self._landing)
+    def is_quiet(self) -> bool:
+        """Nothing that it asked for is under way."""
+        return not self._reads
 
     @property
     def num_reading(self) -> int:
@@ -320,10 +309,8 @@ class HandoffDestination:
             case ReadEnded(read_id=read_id, end=end) if read_id in self._reads:
                 if end is not ReadEnd.UNKNOWN:
                     self.zone.read_ended(slot for _, slot in self._reads.pop(read_id))
-                    self.on_slots_freed()
             case ReadFailed(read_id=read_id) if read_id in self._reads:
                 self.zone.read_ended(slot for _, slot in self._reads.pop(read_id))
-                self.on_slots_freed()
             case Landed(read_id=read_id) if read_id in self._reads:
                 self._landing.discard(read_id)
                 self._give_back(read_id)
@@ -332,9 +319,8 @@ class HandoffDestination:
 
     def _give_back(self, read_id: int) -> None:
         self.zone.give_back(slot for _, slot in self._reads.pop(read_id))
-        self.on_slots_freed()
 
-    def _expected(self, index: int) -> ExpectedPage:
+    def _expected(self, index: int) -> PromptPage:
         return self.expected[index - self.first_block]
 
     def _to(self, state: State) -> None:

@@ -20,6 +20,7 @@ class LandingZone:
         self._free = {kind: deque(range(num)) for kind, num in self._num.items()}
         self._in_use: set[Slot] = set()
         self._quarantined: set[Slot] = set()
+        self._has_freed = False
 
     @property
     def num_quarantined(self) -> int:
@@ -51,7 +52,7 @@ class LandingZone:
         """Their reads have ended, and what landed is copied or not wanted."""
         for slot in slots:
             self._in_use.remove(slot)
-            self._free[slot[0]].append(slot[1])
+            self._put_back(slot)
 
     def quarantine(self, slots: Iterable[Slot]) -> None:
         """Their read was given up and may still write."""
@@ -63,7 +64,16 @@ class LandingZone:
         """A quarantined read ended after all."""
         for slot in slots:
             self._quarantined.remove(slot)
-            self._free[slot[0]].append(slot[1])
+            self._put_back(slot)
+
+    def take_freed(self) -> bool:
+        """Whether slots were given back since the last call: whoever waits for some may look."""
+        has_freed, self._has_freed = self._has_freed, False
+        return has_freed
+
+    def _put_back(self, slot: Slot) -> None:
+        self._free[slot[0]].append(slot[1])
+        self._has_freed = True
 
     def check_invariants(self) -> None:
         for kind, num in self._num.items():

@@ -15,7 +15,7 @@ TERA, GIGA = 1e12, 1e9
 NIC_200G, NIC_400G = 25 * GIGA, 50 * GIGA
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Gpu:
     """FLOP/s, bytes, bytes/s."""
 
@@ -36,59 +36,21 @@ class Gpu:
 GPUS = {
     gpu.name: gpu
     for gpu in (
+        # bf16, fp8, memory, its bandwidth, NVLink, NIC
+        #
         # NVIDIA A100 80GB SXM data sheet (2021); it has no fp8. DGX A100 data sheet: HDR 200 Gb/s.
-        Gpu(
-            name="a100",
-            bf16_flops=312 * TERA,
-            fp8_flops=312 * TERA,
-            memory_bytes=80 * GIGA,
-            memory_bandwidth=2039 * GIGA,
-            nvlink_bandwidth=300 * GIGA,
-            nic_bandwidth=NIC_200G,
-        ),
+        Gpu("a100", 312 * TERA, 312 * TERA, 80 * GIGA, 2039 * GIGA, 300 * GIGA, NIC_200G),
         # NVIDIA H100 SXM data sheet (2023), its peaks halved (they count sparsity). DGX H100:
         # ConnectX-7, 400 Gb/s for each GPU.
-        Gpu(
-            name="h100",
-            bf16_flops=989.5 * TERA,
-            fp8_flops=1979 * TERA,
-            memory_bytes=80 * GIGA,
-            memory_bandwidth=3350 * GIGA,
-            nvlink_bandwidth=450 * GIGA,
-            nic_bandwidth=NIC_400G,
-        ),
+        Gpu("h100", 989.5 * TERA, 1979 * TERA, 80 * GIGA, 3350 * GIGA, 450 * GIGA, NIC_400G),
         # NVIDIA H200 SXM data sheet (2024): the H100 with 141 GB of HBM3e. DGX H200: as DGX H100.
-        Gpu(
-            name="h200",
-            bf16_flops=989.5 * TERA,
-            fp8_flops=1979 * TERA,
-            memory_bytes=141 * GIGA,
-            memory_bandwidth=4800 * GIGA,
-            nvlink_bandwidth=450 * GIGA,
-            nic_bandwidth=NIC_400G,
-        ),
+        Gpu("h200", 989.5 * TERA, 1979 * TERA, 141 * GIGA, 4800 * GIGA, 450 * GIGA, NIC_400G),
         # NVIDIA DGX B200 data sheet (2024), an eighth of it: 1,440 GB, 64 TB/s, 72 PFLOP/s fp8 with
         # sparsity; NVLink 5 at 1.8 TB/s both ways; ConnectX-7, 400 Gb/s for each GPU.
-        Gpu(
-            name="b200",
-            bf16_flops=2250 * TERA,
-            fp8_flops=4500 * TERA,
-            memory_bytes=180 * GIGA,
-            memory_bandwidth=8000 * GIGA,
-            nvlink_bandwidth=900 * GIGA,
-            nic_bandwidth=NIC_400G,
-        ),
+        Gpu("b200", 2250 * TERA, 4500 * TERA, 180 * GIGA, 8000 * GIGA, 900 * GIGA, NIC_400G),
         # AMD Instinct MI300X data sheet (2023): 1,307.4 and 2,614.9 TFLOP/s, 192 GB, 5.3 TB/s, 896
         # GB/s both ways over seven links. Its platform: one 400 Gb/s NIC for each GPU.
-        Gpu(
-            name="mi300x",
-            bf16_flops=1307.4 * TERA,
-            fp8_flops=2614.9 * TERA,
-            memory_bytes=192 * GIGA,
-            memory_bandwidth=5300 * GIGA,
-            nvlink_bandwidth=448 * GIGA,
-            nic_bandwidth=NIC_400G,
-        ),
+        Gpu("mi300x", 1307.4 * TERA, 2614.9 * TERA, 192 * GIGA, 5300 * GIGA, 448 * GIGA, NIC_400G),
     )
 }
 

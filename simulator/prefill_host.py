@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from common.errors import TandemError
-from common.messages import HandoffRequest, PagesTaken, unpack_tokens
+from common.messages import HandoffRequest, unpack_tokens
 from common.scheduling.block_hash import HashChain, HashRoots
 from common.scheduling.step_time import StepShape
 from common.types import OutputKey
@@ -63,14 +63,8 @@ class PrefillHost(Host):
         self._keys[id(pull)] = key
         self._wake()
 
-    def taken(self, pull: "Pull", message: PagesTaken) -> None:
-        self._hear(pull, message)
-
-    def finished(self, pull: "Pull") -> None:
-        """The receiver half-closes."""
-        self._hear(pull, None)
-
-    def _hear(self, pull: "Pull", message: PagesTaken | None) -> None:
+    def hear(self, pull: "Pull", message: object | None) -> None:
+        """From the receiver; None: it half-closes."""
         key = self._keys.get(id(pull))
         if key is not None:
             self._perform(self._core.receive(key, message, self.events.now))

@@ -8,16 +8,7 @@ asked when a decision is near, so that a quiet worker costs nothing.
 from collections.abc import Callable, Iterator
 
 from common.errors import TandemError
-from common.messages import (
-    Admitted,
-    Cancel,
-    ChunkBudget,
-    Failed,
-    GenerateRequest,
-    Route,
-    Submit,
-    pack_tokens,
-)
+from common.messages import Admitted, Failed, GenerateRequest, pack_tokens
 from common.types import SamplingParams
 from router.fleet.dispatch import Dispatcher
 from router.fleet.fleet import Fleet
@@ -29,7 +20,6 @@ from router.fleet.session import Session
 from simulator.decode_host import DecodeHost
 from simulator.events import EventQueue, QueueClock
 from simulator.host import LATENCY_S, Host
-from simulator.prefill_host import PrefillHost
 from simulator.records import Record
 from simulator.workload import SimulatedRequest
 from worker.watch import WATCH_INTERVAL_S
@@ -104,7 +94,6 @@ class RouterHost:
         self._on_end = on_end
         self._hosts: list[Host] = []
         self._lines: dict[str, Line] = {}
-        self._prefill: dict[str, PrefillHost] = {}
         self._seen_at: dict[str, float] = {}
 
     def add(self, host: Host) -> None:
@@ -113,8 +102,6 @@ class RouterHost:
             line = self._lines[host.address] = Line(host)
             self._dispatcher.session_opened(host.incarnation, line)
             self._interleave.session_opened(host.state(), line.limit_chunks)
-        elif isinstance(host, PrefillHost):
-            self._prefill[host.address] = host
         self._see(host)
         self.fleet.session_up(host.address, host.incarnation)
 
@@ -169,17 +156,4 @@ class RouterHost:
     def _send(self) -> None:
         for line in self._lines.values():
             for message in line.written():
-                self._events.send(self._events.now + LATENCY_S, self._arrived, line.host, message)
-
-    def _arrived(self, host: DecodeHost, message: object) -> None:
-        match message:
-            case Submit(request=request):
-                host.submit(request)
-            case Route(request_id=request_id, prefill=prefill):
-                host.route(request_id, None if prefill is None else self._prefill[prefill])
-            case ChunkBudget(max_tokens=max_tokens):
-                host.limit_chunks(max_tokens)
-            case Cancel(request_id=request_id):
-                host.cancel(request_id)
-            case _:
-                raise AssertionError(f"{type(message).__name__} to a decode worker")
+                self._events.send(self._events.now + LATENCY_S, line.host.hear, message)

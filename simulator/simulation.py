@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 
 from common.types import RequestId, Role
 from router.fleet.routing import Predicting, RoutingPolicy
+from simulator.clients import Clients
 from simulator.decode_host import DecodeHost
 from simulator.events import EventQueue
 from simulator.host import Host, WorkerSetup
@@ -60,6 +61,7 @@ class Simulation:
         self._by_id: dict[RequestId, Record] = {}
         self._records: list[Record] = []
         self._gaps = Gaps()
+        self._sources: dict[str, PrefillHost] = {}
         self.router = RouterHost(self.events, policy, itl_target_s=itl_target_s, on_end=self._ended)
         self.hosts = [self._host(setup, order, at_once) for order, setup in enumerate(workers)]
         for host in self.hosts:
@@ -67,14 +69,16 @@ class Simulation:
 
     def _host(self, setup: WorkerSetup, order: int, at_once: bool) -> Host:
         if setup.role is Role.PREFILL:
-            return PrefillHost(setup, order, self.events)
+            source = PrefillHost(setup, order, self.events)
+            self._sources[source.address] = source
+            return source
         return DecodeHost(
             setup,
             order,
             self.events,
+            clients=Clients(self._by_id, self._gaps),
+            sources=self._sources,
             deliver=self.router.deliver,
-            records=self._by_id,
-            gaps=self._gaps,
             at_once=at_once,
         )
 

@@ -40,8 +40,10 @@ from common.scheduling.plan import LandingMove, LandingResult, PageKind, StepPla
 from common.scheduling.step_time import StepShape, StepTimes
 from common.types import FinishReason, PromptLogprobs, Role, SamplingParams, TokenLogprobs
 from common.watchdog import LOOK_EVERY_S, Watchdog
+from decode_worker.core import DecodeCore
+from decode_worker.handoffs import Wire
 from decode_worker.links import Links
-from decode_worker.pull import Puller
+from decode_worker.pulls import Pulls
 from decode_worker.scheduler import BatchScheduler
 from decode_worker.service import DecodeService
 from kvtransfer.landing import LandingZone
@@ -177,18 +179,17 @@ class Worker:
     identity: Identity
     cache: KvCache
     scheduler: Any
+    core: Any
     service: Any
     device: SteppedDevice
     runner: Any
     metrics: WorkerMetrics
     scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
     zone: LandingZone | None = None
-    num_handoffs: Callable[[], int] = lambda: 0
+    transport: Any = None
 
     def check(self) -> None:
-        self.scheduler.check_invariants()
-        if self.zone is not None:
-            self.zone.check_invariants()
+        self.core.check_invariants()
 
     def check_at_rest(self) -> None:
         """Nothing is held, nothing is remembered."""
@@ -196,6 +197,7 @@ class Worker:
         assert self.cache.load.held == 0, self.cache.load
         assert self.scheduler.num_running == 0
         assert self.scheduler.num_waiting == 0
+        assert self.core.num_handoffs == 0
         if self.zone is not None:
             assert self.zone.num_in_use == 0
             assert self.zone.num_quarantined == 0
@@ -311,7 +313,7 @@ class Fleet:
             service=service,
             device=device,
             runner=device.runner,
-            num_handoffs=lambda: core.num_handoffs,
+            core=core,
             metrics=parts["metrics"],
         )
 
@@ -334,46 +336,43 @@ class Fleet:
             is_colocated=role is Role.COLOCATED,
             is_chunk_auto=s.get("is_chunk_auto", False),
         )
-        service = DecodeService(
-            scheduler=scheduler, overlaps_steps=s.get("overlaps_steps", False), **parts
-        )
         zone = LandingZone(num_packed=num_landing, num_exact=num_landing)
+        identity = parts["identity"]
+        stall_s = s.get("handoff_stall_s", 30.0)
+        pulls = Pulls(scheduler, zone, incarnation=identity.incarnation, stall_s=stall_s)
+        roots = HashRoots(identity.model_fingerprint, identity.block_size)
+        core = DecodeCore(parts["cache"], scheduler, roots=roots, pulls=pulls)
         links = Links(
-            identity=parts["identity"],
+            identity=identity,
             transport=transport,
             zone=zone,
             connect=self.network.connect_from(address),
+            clock=parts["clock"],
             metrics=parts["metrics"],
             page_bytes=1,
         )
-        service.use(
-            Puller(
-                scheduler=scheduler,
-                device=parts["device"],
-                transport=transport,
-                zone=zone,
-                links=links,
-                page_bytes={PageKind.PACKED: 1, PageKind.EXACT: 1},
-                block_size=s.get("block_size", 16),
-                clock=parts["clock"],
-                metrics=parts["metrics"],
-                events=parts["events"],
-                group=self.group,
-                wake=service.wake,
-                give_up=self.given_up.append,
-                handoff_stall_s=s.get("handoff_stall_s", 30.0),
-            )
+        wire = Wire(
+            transport=transport,
+            zone=zone,
+            links=links,
+            page_bytes={PageKind.PACKED: 1, PageKind.EXACT: 1},
+            give_up=self.given_up.append,
+        )
+        service = DecodeService(
+            WorkerContext(**parts), core, wire, overlaps_steps=s.get("overlaps_steps", False)
         )
         return Worker(
             address=address,
-            identity=parts["identity"],
+            identity=identity,
             cache=parts["cache"],
             scheduler=scheduler,
             service=service,
             device=device,
             runner=device.runner,
+            core=core,
             metrics=parts["metrics"],
             zone=zone,
+            transport=transport,
         )
 
     async def _run(self, worker: Worker) -> None:

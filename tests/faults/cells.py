@@ -23,7 +23,6 @@ from common.errors import InternalError, TandemError
 from common.events import EventLog
 from common.messages import GenerateRequest, pack_tokens
 from common.rpc import Stream
-from common.scheduling.plan import PageKind
 from common.types import FinishReason, Role, SamplingParams
 from router.fleet.discovery import Discovery
 from router.fleet.dispatch import Dispatcher
@@ -33,6 +32,7 @@ from router.fleet.reach import Reach
 from router.fleet.routing import LeastLoaded, RoutingPolicy
 from tests.fakes.fleet import STEP_S, Fleet, Worker, fleet, flip_a_byte, make_stale
 from tests.fakes.hash_model import expected_tokens
+from tests.fakes.pages import hold_all_pages
 from tests.fakes.virtual_time import LoopClock, VirtualTimeLoop
 
 CHUNK_TOKENS = 64
@@ -238,7 +238,9 @@ class World:
             for worker in self.workers.workers.values()
             if worker.identity.role is role
             and (
-                worker.scheduler.num_running + worker.scheduler.num_waiting or worker.num_handoffs()
+                worker.scheduler.num_running
+                + worker.scheduler.num_waiting
+                + worker.core.num_handoffs
             )
         ]
         return found[0] if found else None
@@ -338,14 +340,10 @@ class World:
 
     def _exhaust(self, worker: Worker) -> None:
         """Somebody holds every free page for a while."""
-        cache = worker.cache
-        held: list[tuple[PageKind, int]] = []
-        for kind in PageKind:
-            while (block_id := cache._pools[kind].allocate()) is not None:
-                held.append((kind, block_id))
+        release = hold_all_pages(worker.cache)
 
         def give_back() -> None:
-            cache.release(held)
+            release()
             worker.service.wake()
 
         self._later(1.0, give_back)

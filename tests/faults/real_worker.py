@@ -18,16 +18,23 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import anyio
+
 import tandem
 from commands.table import parse
 from common.events import EventLog
-from common.rpc import GrpcPeer, GrpcStream
+from common.rpc import GrpcPeer, GrpcStream, Handler, Stream
+from common.scheduling.kv_cache import KvCache
 from common.scheduling.plan import PageKind
+from decode_worker.core import DecodeCore
+from decode_worker.handoffs import Wire
 from decode_worker.service import DecodeService
 from kvtransfer.nixl_transport import NixlTransport
 from kvtransfer.transport import ReadEnd
 from tests.fakes.fleet import flip_a_byte, make_stale
+from tests.fakes.pages import hold_all_pages
 from tests.faults.cells import Fault, Phase, is_reached
+from worker.context import WorkerContext
 
 CHUNK_TOKENS = 256
 DELAY_S, EXHAUST_S = 1.5, 1.0
@@ -80,6 +87,9 @@ class Harness:
         self.folder = folder
         self.loop: asyncio.AbstractEventLoop | None = None
         self.service: DecodeService | None = None
+        self.core: DecodeCore | None = None
+        self.cache: KvCache | None = None
+        self.sessions: set[anyio.CancelScope] = set()
         self.handoffs: list[GrpcStream] = []
         self.may_read = asyncio.Event()
         self.may_read.set()
@@ -121,35 +131,32 @@ class Harness:
             pause.wait(0.001)
 
     def act(self, fault: Fault) -> None:
-        service = self.service
-        assert service is not None
+        assert self.core is not None
         assert self.loop is not None
         match fault:
             case Fault.DROP:
                 streams, self.handoffs = self.handoffs, []
                 for stream in streams:
                     stream.cancel()
-                if not service._pulls:
-                    for session in service._sessions:
-                        session.stop()
+                if not self.core.num_handoffs:
+                    for session in self.sessions:
+                        session.cancel()
             case Fault.DELAY:
                 self.may_read.clear()
                 self.loop.call_later(DELAY_S, self.may_read.set)
             case Fault.CORRUPT | Fault.STALE:
                 self.change = flip_a_byte if fault is Fault.CORRUPT else make_stale
             case Fault.EXHAUST:
-                self.exhaust(service)
+                self.exhaust()
 
-    def exhaust(self, service: DecodeService) -> None:
-        cache = service._cache
-        held = []
-        for kind in PageKind:
-            while (block_id := cache._pools[kind].allocate()) is not None:
-                held.append((kind, block_id))
+    def exhaust(self) -> None:
+        assert self.cache is not None
+        release = hold_all_pages(self.cache)
 
         def give_back() -> None:
-            cache.release(held)
-            service.wake()
+            assert self.service is not None
+            release()
+            self.service.wake()
 
         assert self.loop is not None
         self.loop.call_later(EXHAUST_S, give_back)
@@ -179,6 +186,7 @@ class HookedRead:
 def install(harness: Harness) -> None:
     record, read = EventLog.record, NixlTransport.read
     open_stream, begin = GrpcPeer.open, DecodeService.__init__
+    handlers = DecodeService.handlers
 
     def hooked_record(self: EventLog, event: str, **fields: object) -> None:
         record(self, event, **fields)
@@ -195,14 +203,34 @@ def install(harness: Harness) -> None:
             harness.handoffs.append(stream)
         return stream
 
-    def hooked_begin(self: DecodeService, **parts: Any) -> None:
-        begin(self, **parts)
-        harness.service = self
+    def hooked_begin(
+        self: DecodeService,
+        context: WorkerContext,
+        core: DecodeCore,
+        wire: Wire | None,
+        **more: Any,
+    ) -> None:
+        begin(self, context, core, wire, **more)
+        harness.service, harness.core, harness.cache = self, core, context.cache
+
+    def hooked_handlers(self: DecodeService) -> dict[str, Handler]:
+        found = handlers(self)
+
+        async def serve_session(stream: Stream) -> None:
+            with anyio.CancelScope() as scope:
+                harness.sessions.add(scope)
+                try:
+                    await found["Session"](stream)
+                finally:
+                    harness.sessions.discard(scope)
+
+        return {**found, "Session": serve_session}
 
     EventLog.record = hooked_record  # type: ignore[method-assign]
     NixlTransport.read = hooked_read  # type: ignore[method-assign]
     GrpcPeer.open = hooked_open  # type: ignore[method-assign]
     DecodeService.__init__ = hooked_begin  # type: ignore[method-assign]
+    DecodeService.handlers = hooked_handlers  # type: ignore[method-assign]
     threading.Thread(target=harness.watch, daemon=True).start()
 
 

@@ -203,7 +203,7 @@ def test_b72_one_read_of_eight_fails_and_the_other_seven_are_untouched(
             client = f.client()
             await client.generate(prompt_of(20), GREEDY_20)
             d = f.workers["d0"]
-            transport = d.service._puller._transport
+            transport = d.transport
             real_read, counter = transport.read, iter(range(100))
 
             def read(incarnation: str, pages: object) -> object:
@@ -247,14 +247,15 @@ def test_b76_a_burst_of_first_requests_makes_one_link() -> None:
         async with fleet() as f:
             client = f.client()
             links = 0
-            real_link = f.workers["d0"].service._puller._transport.link
+            transport = f.workers["d0"].transport
+            real_link = transport.link
 
             async def link(reply: LinkReply) -> None:
                 nonlocal links
                 links += 1
                 await real_link(reply)
 
-            f.workers["d0"].service._puller._transport.link = link
+            transport.link = link
             prompts = [prompt_of(30, seed=n) for n in range(16)]
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(client.generate(p, GREEDY_20)) for p in prompts]

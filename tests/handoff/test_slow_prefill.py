@@ -3,7 +3,7 @@
 import asyncio
 
 from common.types import SamplingParams
-from decode_worker.scheduler import PLACE_S
+from decode_worker.admission import PLACE_S
 from tests.fakes.fleet import fleet
 from tests.fakes.hash_model import expected_tokens
 from tests.handoff.test_handoff_in_process import prompt_of, settle, virtual

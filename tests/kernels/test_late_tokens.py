@@ -16,7 +16,8 @@ from common.scheduling.block_hash import HashChain, root_hash
 from common.scheduling.kv_cache import KvCache
 from common.scheduling.plan import OutputStart, StepPlan
 from common.types import SamplingParams
-from decode_worker.scheduler import MAX_IN_FLIGHT, BatchScheduler
+from decode_worker.flights import MAX_IN_FLIGHT
+from decode_worker.scheduler import BatchScheduler
 from engine import linear
 from engine.launched import LaunchedStep
 from engine.runner import ModelRunner

@@ -9,11 +9,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from common.errors import InternalError, MalformedMessage, PageRefused, PrefillLost
 from common.messages import FirstTokens, PagesReady
 from common.scheduling.plan import PageKind
+from common.scheduling.prompt_pages import PromptPage
 from kvtransfer.destination import (
     Acknowledge,
     Action,
     Complete,
-    ExpectedPage,
     Fail,
     FirstTokensKnown,
     HandoffDestination,
@@ -140,9 +140,9 @@ TestSource = SourceMachine.TestCase
 TestSource.settings = settings(max_examples=200, deadline=None)
 
 
-def expected(num_pages: int) -> list[ExpectedPage]:
+def expected(num_pages: int) -> list[PromptPage]:
     return [
-        ExpectedPage(
+        PromptPage(
             index=index,
             kind=PageKind.PACKED if index else PageKind.EXACT,
             block_id=200 + index,

@@ -3,6 +3,7 @@
 import anyio
 import pytest
 
+from common.clock import MonotonicClock
 from common.errors import PrefillLost, WorkerLost
 from common.rpc import Stream
 from common.types import Role
@@ -93,6 +94,7 @@ def test_t36_addresses_that_do_not_answer_are_forgotten() -> None:
         transport=None,  # type: ignore[arg-type]
         zone=None,  # type: ignore[arg-type]
         connect=lambda address: NobodyAnswers(address, opened),
+        clock=MonotonicClock(),
         metrics=None,  # type: ignore[arg-type]
         page_bytes=0,
     )

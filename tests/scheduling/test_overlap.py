@@ -19,7 +19,8 @@ from common.scheduling.kv_cache import KvCache
 from common.scheduling.plan import StepPlan, StepResult
 from common.types import FinishReason, SamplingParams
 from decode_worker.entries import Facts
-from decode_worker.scheduler import MAX_IN_FLIGHT, BatchScheduler
+from decode_worker.flights import MAX_IN_FLIGHT
+from decode_worker.scheduler import BatchScheduler
 from tests.fakes.hash_model import VOCAB_SIZE, HashRunner, expected_tokens
 
 BLOCK = 4

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from common.errors import ContextLengthExceeded, DecodeFull, PromptTooLargeForPool
-from common.messages import GenerateRequest, pack_tokens
+from common.messages import FirstTokens, GenerateRequest, pack_tokens
 from common.scheduling.block_hash import HashChain, root_hash
 from common.scheduling.kv_cache import KvCache
 from common.scheduling.plan import StepPlan, StepResult
@@ -20,7 +20,8 @@ from common.scheduling.prompt_queue import Prompt, PromptQueue, shareable
 from common.types import FinishReason, SamplingParams
 from decode_worker.entries import Facts
 from decode_worker.finish import finish_reason
-from decode_worker.scheduler import MAX_IN_FLIGHT, BatchScheduler
+from decode_worker.flights import MAX_IN_FLIGHT, Pin
+from decode_worker.scheduler import BatchScheduler
 from prefill_worker.scheduler import ChunkComputed, PrefillScheduler, PromptComputed, PromptFailed
 
 BLOCK = 4
@@ -297,6 +298,8 @@ class BatchMachine(RuleBasedStateMachine):
         self.now = 0.0
         self.number = 0
         self.live: set[str] = set()
+        self.num_outputs: dict[str, int] = {}
+        self.pins: list[Pin] = []
         self.to_route: list[str] = []
         self.remote: list[str] = []
         self.in_flight: deque[StepPlan] = deque()
@@ -323,6 +326,7 @@ class BatchMachine(RuleBasedStateMachine):
         except PromptTooLargeForPool:
             return
         self.live.add(request_id)
+        self.num_outputs[request_id] = n
 
     @rule(seconds=st.floats(0.01, 3.0))
     def wait(self, seconds: float) -> None:
@@ -353,13 +357,23 @@ class BatchMachine(RuleBasedStateMachine):
         if request_id not in self.live:
             return
         if not tokens_first:
-            entry = self.s.pin(request_id)
-            self.s.unpin(entry)
             self.s.landed_all(request_id)
-        n = len(self.s._entries[request_id].outputs)
-        self.took(self.s.first_tokens(request_id, (7,) * n, (None,) * n, 0))
+        n = self.num_outputs[request_id]
+        tokens = FirstTokens(token_ids=(7,) * n, logprobs=(None,) * n, num_cached_tokens=0)
+        self.took(self.s.first_tokens(request_id, tokens))
         if tokens_first and request_id in self.live:
             self.s.landed_all(request_id)
+
+    @precondition(lambda self: self.remote)
+    @rule()
+    def begin_landing(self) -> None:
+        if self.remote[0] in self.live:
+            self.pins.append(self.s.pin(self.remote[0]))
+
+    @precondition(lambda self: self.pins)
+    @rule()
+    def end_landing(self) -> None:
+        self.s.unpin(self.pins.pop(0))
 
     @precondition(lambda self: len(self.in_flight) < MAX_IN_FLIGHT)
     @rule()
@@ -399,6 +413,8 @@ class BatchMachine(RuleBasedStateMachine):
                 break
             self.now += 0.02
             self.admit()
+            while self.pins:
+                self.end_landing()
             while self.to_route:
                 self.route(local=False)
             while self.remote:
@@ -409,6 +425,8 @@ class BatchMachine(RuleBasedStateMachine):
                 self.apply()
             self.s.check_invariants()
         assert not self.live, self.live
+        while self.pins:
+            self.end_landing()
         while self.in_flight:
             self.apply()
         self.s.check_invariants()
