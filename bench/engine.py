@@ -23,7 +23,10 @@ from common.codecs import CODECS, DEFAULT_KV_CODEC
 from common.environment import home
 from common.scheduling.plan import OutputStart, PrefillChunk, StepPlan
 from common.types import SamplingParams
-from engine.runner import ModelRunner, load_runner
+from engine.config import EngineConfig
+from engine.load import load_runner
+from engine.pool_size import PoolSize
+from engine.runner import ModelRunner
 
 PROMPT_TOKENS = 512
 BATCHES = (1, 4, 16)
@@ -104,12 +107,13 @@ def engine_bench(model: Path, codec: str, threads: int, weight_dtype: str = "aut
     num_blocks = max(BATCHES) * (-(-PROMPT_TOKENS // 16) + 2)
     return Bench(
         load_runner(
-            model,
-            codec=codec,
-            weight_dtype=weight_dtype,
-            num_blocks=num_blocks,
-            num_exact=2 * max(BATCHES),
-            num_threads=threads,
+            EngineConfig(
+                model=model,
+                kv_codec=codec,
+                weight_dtype=weight_dtype,
+                pool=PoolSize(num_packed=num_blocks, num_exact=2 * max(BATCHES)),
+                num_threads=threads,
+            )
         )
     )
 

@@ -22,6 +22,7 @@ from engine.grammar import GrammarTable
 from engine.launched import LaunchedStep
 from engine.pools import PageArena
 from engine.runner import ModelRunner
+from engine.worker_pages import Origin, WorkerPages
 
 ROOT = bytes(16)
 
@@ -78,15 +79,14 @@ def timed(loaded: Loaded, backend: Backend, plans: list[StepPlan], *, overlaps: 
     runner = ModelRunner(
         config=loaded.config,
         backend=backend,
-        pool=loaded.pool,
-        landing=PageArena(loaded.pool.layout, 0, 0, loaded.model.device.type),
+        pages=WorkerPages(
+            loaded.pool,
+            PageArena(loaded.pool.layout, 0, 0, loaded.model.device.type),
+            Origin(fingerprint=ROOT, offsets_hash=ROOT, incarnation=1),
+        ),
         grammars=GrammarTable(
             Path("no tokenizer"), vocab_size=loaded.config.vocab_size, eos_token_ids=()
         ),
-        layout_fingerprint=ROOT,
-        offsets_hash=ROOT,
-        incarnation=1,
-        device=loaded.model.device.type,
         reads_late=True,
     )
     results = _overlapped(runner, plans) if overlaps else map(runner.execute, plans)

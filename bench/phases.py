@@ -30,7 +30,10 @@ from common.scheduling.plan import (
 )
 from common.types import SamplingParams
 from engine.batch import make_batch
-from engine.runner import ModelRunner, load_runner
+from engine.config import EngineConfig
+from engine.load import load_runner
+from engine.pool_size import PoolSize
+from engine.runner import ModelRunner
 
 REPEATS = 3
 BATCH = 16
@@ -61,12 +64,12 @@ def ceilings() -> tuple[float, float]:
 class Phases:
     def __init__(self, model: Path, codec: str) -> None:
         self.runner: ModelRunner = load_runner(
-            model,
-            codec=codec,
-            num_blocks=BATCH * 36,
-            num_exact=2 * BATCH + 2,
-            num_landing_packed=LANDED,
-            num_landing_exact=1,
+            EngineConfig(
+                model=model,
+                kv_codec=codec,
+                pool=PoolSize(num_packed=BATCH * 36, num_exact=2 * BATCH + 2),
+                landing=PoolSize(num_packed=LANDED, num_exact=1),
+            )
         )
         self.bench = Bench(self.runner)
 
@@ -83,10 +86,10 @@ class Phases:
         self.runner.execute(StepPlan(step=0, starts=(start,)))
 
     def forward(self, plan: StepPlan, num_layers: int | None = None) -> float:
-        batch = make_batch(plan, self.runner._outputs, 16)
+        batch = make_batch(plan, self.runner.outputs, 16)
         if not plan.decodes:
             batch = replace(batch, wanted=np.array([len(batch.token_ids) - 1], dtype=np.int64))
-        backend = self.runner._backend
+        backend = self.runner.backend
 
         def run() -> None:
             backend.forward(batch, num_layers)

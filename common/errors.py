@@ -14,8 +14,6 @@ class TandemError(Exception):
     code: ClassVar[str] = "internal_error"
     http_status: ClassVar[int] = 500
     grpc_status: ClassVar[str] = "INTERNAL"
-    can_retry: ClassVar[bool] = False
-    """True when the very same request may succeed elsewhere or later."""
 
     def __init__(
         self, message: str, *, param: str | None = None, retry_after_s: float | None = None
@@ -128,7 +126,6 @@ class Overloaded(TandemError):
     code = "overloaded"
     http_status = 429
     grpc_status = "RESOURCE_EXHAUSTED"
-    can_retry = True
 
 
 class NotReady(TandemError):
@@ -137,7 +134,6 @@ class NotReady(TandemError):
     code = "not_ready"
     http_status = 503
     grpc_status = "UNAVAILABLE"
-    can_retry = True
 
 
 class Draining(NotReady):
@@ -152,7 +148,6 @@ class WorkerLost(TandemError):
     code = "worker_lost"
     http_status = 503
     grpc_status = "UNAVAILABLE"
-    can_retry = True
 
 
 class DecodeLost(WorkerLost):
@@ -169,7 +164,6 @@ class PullFailed(TandemError):
     code = "pull_failed"
     http_status = 503
     grpc_status = "UNAVAILABLE"
-    can_retry = True
 
 
 class PageRefused(TandemError):
@@ -180,7 +174,6 @@ class PageRefused(TandemError):
     code = "page_refused"
     http_status = 503
     grpc_status = "UNAVAILABLE"
-    can_retry = True
 
 
 class DecodeFull(Overloaded):
@@ -195,7 +188,6 @@ class Preempted(TandemError):
     code = "preempted"
     http_status = 503
     grpc_status = "UNAVAILABLE"
-    can_retry = True
 
 
 class LayoutMismatch(TandemError):

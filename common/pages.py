@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from common.codecs import Codec, ElementKind, ScaleKind
 from common.errors import ConfigError
+from common.model_config import ModelConfig
 from common.scheduling.plan import PageKind
 
 TAG_BYTES: Final = 64
@@ -51,6 +52,19 @@ class PageLayout:
     def __post_init__(self) -> None:
         if self.block_size not in (16, 32):
             raise ConfigError(f"block size {self.block_size} is not 16 or 32", param="block_size")
+
+    @classmethod
+    def of(
+        cls, model: ModelConfig, block_size: int, codec: Codec, *, head_dim: int | None = None
+    ) -> "PageLayout":
+        """`head_dim` is given where heads are stored wider than the model has them."""
+        return cls(
+            num_layers=model.num_layers,
+            num_kv_heads=model.num_kv_heads,
+            block_size=block_size,
+            head_dim=head_dim or model.head_dim,
+            codec=codec,
+        )
 
     @property
     def num_elements(self) -> int:

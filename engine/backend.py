@@ -1,7 +1,5 @@
 """Which kernels run a model: numba on CPU, Triton on a GPU. The runner sees one `Backend`."""
 
-from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -11,37 +9,13 @@ from torch import Tensor
 
 from common.errors import ConfigError
 from common.model_config import ModelConfig
-from common.pages import PageLayout
 from engine.batch import StepBatch
-from engine.kernels.offsets import Offsets
-from engine.pool_size import PoolSize
-from engine.pools import PageArena
-from engine.weights import Checkpoint
 
 if TYPE_CHECKING:
-    from engine.cpu_model import CpuWeights
+    pass
 
 FP8_CAPABILITY = (8, 9)
 """Compute capability from which a GPU multiplies FP8: Ada and Hopper."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepLimits:
-    """The largest step that a worker plans."""
-
-    chunk_tokens: int
-    num_decodes: int
-    """Graphs are captured for as many; 0 for a worker that does not decode."""
-    max_tokens: int
-    """Of one request."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PoolShare:
-    """A pool as large as memory allows, on a GPU of which this worker may use `share`."""
-
-    share: float
-    max_num_seqs: int
 
 
 class Backend(Protocol):
@@ -91,68 +65,6 @@ def device_named(name: str) -> str:
     if name == "auto":
         return "cuda" if has_cuda else "cpu"
     return name
-
-
-def load_cpu(
-    model_dir: str | Path,
-    config: ModelConfig,
-    pool: PageArena,
-    offsets: Offsets,
-    *,
-    dtype: str,
-    weight_dtype: str,
-    num_threads: int,
-    max_num_tokens: int,
-    weights: "CpuWeights | None" = None,
-) -> Backend:
-    from engine.cpu_model import CpuModel, CpuWeights
-
-    if dtype not in ("auto", "float32"):
-        raise ConfigError(f"on CPU Tandem computes in float32, not {dtype}", param="dtype")
-    if weight_dtype == "fp8":
-        check_fp8(torch.float32, None)
-    if weights is None:
-        weights = CpuWeights(Checkpoint.open(model_dir), config, weight_dtype)
-    return CpuModel(
-        config, weights, pool, offsets, max_num_tokens=max_num_tokens, num_threads=num_threads
-    )
-
-
-def load_gpu(
-    model_dir: str | Path,
-    config: ModelConfig,
-    layout: PageLayout,
-    offsets: Offsets,
-    *,
-    dtype: str,
-    weight_dtype: str,
-    is_batch_invariant: bool = False,
-    limits: StepLimits,
-    room: PoolSize | PoolShare,
-    landing: PoolSize,
-) -> tuple[Backend, PageArena]:
-    """The model and its pool; see `engine.gpu_memory.open_gpu`."""
-    from engine.gpu_memory import CudaGpu, open_gpu
-    from engine.triton_model import TritonModel
-
-    if weight_dtype == "int8":
-        raise ConfigError(
-            "--weight-dtype int8 is for CPUs; on a GPU choose fp8, or leave it at auto",
-            param="weight_dtype",
-        )
-    compute_dtype = gpu_dtype(dtype, config)
-    if weight_dtype == "fp8":
-        is_nvidia = torch.version.hip is None
-        check_fp8(compute_dtype, torch.cuda.get_device_capability() if is_nvidia else None)
-    checkpoint = Checkpoint.open(model_dir)
-
-    def make_model(pool: PageArena) -> TritonModel:
-        return TritonModel(
-            config, checkpoint, pool, offsets, compute_dtype, weight_dtype,
-            is_batch_invariant=is_batch_invariant,
-        )  # fmt: skip
-
-    return open_gpu(CudaGpu(), make_model, layout, limits, room=room, landing=landing)
 
 
 def gpu_arithmetic(dtype: str, config: ModelConfig) -> str:

@@ -17,8 +17,11 @@ from torch import Tensor
 
 from common.model_config import ModelConfig
 from engine.calibration import CHUNK_TOKENS, plans_of
+from engine.config import EngineConfig
 from engine.cpu_model import CpuWeights
-from engine.runner import ModelRunner, load_runner
+from engine.load import load_runner
+from engine.pool_size import PoolSize
+from engine.runner import ModelRunner
 from engine.weights import Checkpoint
 
 BUCKET = 1000
@@ -101,19 +104,18 @@ class Engines:
             self._weights[kind] = CpuWeights(
                 Checkpoint.open(self._model), ModelConfig.load(self._model), kind
             )
-        return load_runner(
-            self._model,
-            codec=candidate.codec,
+        config = EngineConfig(
+            model=self._model,
+            kv_codec=candidate.codec,
             block_size=self.block_size,
-            num_blocks=num_blocks,
-            num_exact=1,
+            pool=PoolSize(num_packed=num_blocks, num_exact=1),
             num_threads=self._threads,
             max_num_tokens=CHUNK_TOKENS,
             max_model_len=num_blocks * self.block_size,
             is_calibrated=candidate.is_calibrated,
             weight_dtype=kind,
-            weights=self._weights[kind],
         )
+        return load_runner(config, weights=self._weights[kind])
 
 
 @dataclass(slots=True)

@@ -17,12 +17,13 @@ import torch
 
 from common.errors import ConfigError
 from common.pages import PageLayout
-from engine.backend import Backend, PoolShare, StepLimits
+from engine.backend import Backend
 from engine.batch import ITEM_FIELDS, MAX_RUN_TOKENS, RUN_FIELDS, StepBatch
+from engine.config import StepLimits
 from engine.cuda_graphs import Capture, CudaCapture
 from engine.graphed_model import GraphedModel
 from engine.outputs import NO_PAGE
-from engine.pool_size import PoolSize, pool_within
+from engine.pool_size import PoolShare, PoolSize, pool_within
 from engine.pools import PageArena
 from engine.sampler import SamplingRows, sample
 from engine.triton_model import TritonModel

@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 
 from common.scheduling.plan import OutputStart, PrefillChunk
 from common.types import BlockId, OutputKey, SamplingParams, output_seed
-from engine.sampler import Biases, Extras, SamplingRows
+from engine.extras import Biases, Extras
+from engine.sampler import SamplingRows
 
 FIRST_ROWS = 64
 NO_PAGE = -1

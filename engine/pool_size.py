@@ -21,6 +21,17 @@ class PoolSize:
         return self.num_packed * layout.packed_page_bytes + self.num_exact * layout.exact_page_bytes
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolShare:
+    """A pool as large as memory allows, on a GPU of which this worker may use `share`."""
+
+    share: float
+    max_num_seqs: int
+
+
+NO_PAGES = PoolSize(num_packed=0, num_exact=0)
+
+
 def pool_of(num_packed: int, max_num_seqs: int) -> PoolSize:
     """Two exact pages for each running output (block 0 and the open one), and some to cache."""
     num_exact = min(2 * max_num_seqs, 2 * num_packed) + num_packed // 16 + 2

@@ -14,9 +14,10 @@ from pathlib import Path
 
 import pytest
 
+from commands.children import ChildPlan, check_free, free_ports, plan_children, worker_ports
 from commands.config import ServeConfig
 from commands.restarts import Restarts
-from commands.serve import ChildPlan, check_free, free_ports, in_words, plan_children, worker_ports
+from commands.serve import in_words
 from commands.table import COMMANDS
 from common.environment import available_cores
 from common.errors import ConfigError

@@ -217,12 +217,12 @@ async def _open(
 
 def layout_text(config: WorkerConfig, runner: ModelRunner) -> str:
     """All that two workers must agree on, for a person who has to find where they do not."""
-    model = runner.config
+    model, origin = runner.config, runner.pages.origin
     return (
         f"{config.kv_codec}, blocks of {config.block_size}, {model.num_layers} layers, "
         f"{model.num_kv_heads} KV heads of {model.head_dim}, weights {config.weight_dtype}, "
-        f"{runner.arithmetic and f'batch-invariant on {runner.arithmetic}, '}"
-        f"offsets {runner.offsets_hash.hex()[:12]}, layout {runner.layout_fingerprint.hex()[:12]}"
+        f"{origin.arithmetic and f'batch-invariant on {origin.arithmetic}, '}"
+        f"offsets {origin.offsets_hash.hex()[:12]}, layout {runner.layout_fingerprint.hex()[:12]}"
     )
 
 

@@ -9,14 +9,13 @@ How many blocks fit a GPU is only known when its weights are loaded and a step h
 import os
 from dataclasses import dataclass
 
-from common.codecs import codec_named
 from common.errors import ConfigError
 from common.model_config import ModelConfig
-from common.pages import PageLayout
-from engine.backend import PoolShare, device_named
-from engine.padding import padded
-from engine.pool_size import PoolSize, landing_of, pool_of
-from engine.runner import ModelRunner, load_runner
+from engine.backend import device_named
+from engine.config import EngineConfig
+from engine.load import load_runner
+from engine.pool_size import NO_PAGES, PoolShare, PoolSize, landing_of, pool_of
+from engine.runner import ModelRunner
 from worker.config import WorkerConfig
 
 CPU_MEMORY_SHARE = 0.08
@@ -65,9 +64,9 @@ def plan_memory(config: WorkerConfig, model: ModelConfig) -> MemoryPlan:
         share = config.gpu_memory_utilization or DEFAULT_GPU_SHARE
         pool = PoolShare(share=share, max_num_seqs=config.max_num_seqs)
     else:
-        num_blocks = config.kv_blocks or _cpu_blocks(page_layout(config, model))
+        num_blocks = config.kv_blocks or _cpu_blocks(config, model)
         pool = pool_of(num_blocks, config.max_num_seqs)
-    landing = PoolSize(num_packed=0, num_exact=0)
+    landing = NO_PAGES
     if config.role == "decode":
         landing = landing_of(config.max_chunk_tokens, config.block_size)
     return MemoryPlan(
@@ -86,33 +85,13 @@ def overlaps_steps(config: WorkerConfig, plan: MemoryPlan) -> bool:
     )
 
 
-def page_layout(config: WorkerConfig, model: ModelConfig) -> PageLayout:
-    """On a CPU."""
-    return PageLayout(
-        num_layers=model.num_layers,
-        num_kv_heads=model.num_kv_heads,
+def engine_config(config: WorkerConfig, plan: MemoryPlan, incarnation: int) -> EngineConfig:
+    return EngineConfig(
+        model=config.model,
+        kv_codec=config.kv_codec,
         block_size=config.block_size,
-        head_dim=padded(model.head_dim),
-        codec=codec_named(config.kv_codec),
-    )
-
-
-def open_runner(
-    config: WorkerConfig, plan: MemoryPlan, incarnation: int
-) -> tuple[ModelRunner, Sizes]:
-    """Reads the model, allocates the pools, and proves that rows do not depend on their
-    neighbours.
-    """
-    size = plan.pool if isinstance(plan.pool, PoolSize) else PoolSize(num_packed=0, num_exact=0)
-    runner = load_runner(
-        config.model,
-        codec=config.kv_codec,
-        block_size=config.block_size,
-        num_blocks=size.num_packed,
-        num_exact=size.num_exact,
-        share=plan.pool if isinstance(plan.pool, PoolShare) else None,
-        num_landing_packed=plan.landing.num_packed,
-        num_landing_exact=plan.landing.num_exact,
+        pool=plan.pool,
+        landing=plan.landing,
         device=plan.device,
         dtype=config.dtype,
         weight_dtype=config.weight_dtype,
@@ -123,6 +102,15 @@ def open_runner(
         max_num_decodes=0 if config.role == "prefill" else config.max_num_seqs,
         max_model_len=plan.max_model_len,
     )
+
+
+def open_runner(
+    config: WorkerConfig, plan: MemoryPlan, incarnation: int
+) -> tuple[ModelRunner, Sizes]:
+    """Reads the model, allocates the pools, and proves that rows do not depend on their
+    neighbours.
+    """
+    runner = load_runner(engine_config(config, plan, incarnation))
     self_test_s = runner.self_test()
     return runner, Sizes(
         num_blocks=len(runner.pool.packed),
@@ -134,7 +122,10 @@ def open_runner(
     )
 
 
-def _cpu_blocks(layout: PageLayout) -> int:
+def _cpu_blocks(config: WorkerConfig, model: ModelConfig) -> int:
+    layout = EngineConfig(
+        model=config.model, kv_codec=config.kv_codec, block_size=config.block_size
+    ).layout(model)
     available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     affordable = int(available * CPU_MEMORY_SHARE) // layout.packed_page_bytes
     return max(64, min(MAX_CPU_BLOCKS, affordable))

@@ -84,9 +84,6 @@ class BlockPool:
         self._counts[block_id] += 1
         return block_id
 
-    def is_cached(self, block_id: BlockId) -> bool:
-        return block_id in self._cached
-
     def name(self, block_id: BlockId, content_hash: bytes) -> None:
         """A held block's content is complete. The first block with a content keeps the name."""
         assert self._counts[block_id] > 0, f"block {block_id} is not held"

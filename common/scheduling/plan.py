@@ -110,10 +110,6 @@ class StepPlan:
     def num_tokens(self) -> int:
         return len(self.decodes) + sum(chunk.num_tokens for chunk in self.chunks)
 
-    @property
-    def is_empty(self) -> bool:
-        return not (self.chunks or self.decodes or self.copies or self.tags or self.drops)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:

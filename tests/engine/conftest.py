@@ -8,7 +8,10 @@ import pytest
 import torch
 import transformers
 
-from engine.runner import ModelRunner, load_runner
+from engine.config import EngineConfig
+from engine.load import load_runner
+from engine.pool_size import PoolSize
+from engine.runner import ModelRunner
 from tests.engine.tiny_models import TinyModel, make_tiny_model
 
 MakeRunner = Callable[..., ModelRunner]
@@ -36,12 +39,26 @@ def reference(demo_model: Path) -> Any:
 
 @pytest.fixture
 def tiny_runner(tiny: TinyModel) -> MakeRunner:
-    def make(**options: object) -> ModelRunner:
+    def make(**options: Any) -> ModelRunner:
         return make_runner(tiny.path, **options)
 
     return make
 
 
-def make_runner(path: Path, **options: object) -> ModelRunner:
-    given: dict[str, object] = {"num_blocks": 512, "num_exact": 128, "num_threads": 1} | options
-    return load_runner(path, **given)  # type: ignore[arg-type]
+def make_runner(
+    path: Path,
+    *,
+    num_blocks: int = 512,
+    num_exact: int = 128,
+    num_landing_packed: int = 0,
+    num_landing_exact: int = 0,
+    **settings: Any,
+) -> ModelRunner:
+    return load_runner(
+        EngineConfig(
+            model=path,
+            pool=PoolSize(num_packed=num_blocks, num_exact=num_exact),
+            landing=PoolSize(num_packed=num_landing_packed, num_exact=num_landing_exact),
+            **settings,
+        )
+    )

@@ -67,8 +67,8 @@ class Running:
 class Driver:
     def __init__(self, runner: ModelRunner) -> None:
         self.runner = runner
-        self.tap = LogitsTap(runner._backend)
-        runner._backend = self.tap
+        self.tap = LogitsTap(runner.backend)
+        runner.backend = self.tap
         self.block_size = runner.layout.block_size
         self.free_packed = list(range(len(runner.pool.packed)))[::-1]
         self.free_exact = list(range(len(runner.pool.exact)))[::-1]

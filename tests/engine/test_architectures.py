@@ -11,7 +11,6 @@ from safetensors.torch import load_file, save_file
 
 from common.errors import UnsupportedModel
 from common.model_config import ModelConfig
-from engine.runner import load_runner
 from engine.weights import Checkpoint, model_fingerprint
 from tests.engine.conftest import make_runner
 from tests.engine.driver import Driver
@@ -56,7 +55,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def engine_logits(path: Path, prompt: list[int], num_new: int, **options: Any) -> tuple[Any, Any]:
-    driver = Driver(make_runner(path, **({"codec": "fp32"} | options)))
+    driver = Driver(make_runner(path, **({"kv_codec": "fp32"} | options)))
     driver.add("a", prompt, max_tokens=num_new)
     driver.run(chunk_tokens=32)
     return np.stack(driver.logits["a"]), driver.tokens["a"]
@@ -106,12 +105,12 @@ def test_t44_heads_of_an_odd_size_keep_the_same_bits_in_packed_pages(tmp_path: P
     """Cut into chunks or not; and as near to fp32 as without random offsets to subtract."""
     model = make_tiny_model(tmp_path, "llama", hidden_size=104, head_dim=None)
     prompt = prompt_of(77)
-    plain, tokens = engine_logits(tmp_path, prompt, 6, codec="fp8_e3m4")
+    plain, tokens = engine_logits(tmp_path, prompt, 6, kv_codec="fp8_e3m4")
     wanted = model.logits(prompt + tokens)[len(prompt) - 1 : -1].numpy()
     assert np.abs(plain - wanted).max() < 0.05
     give_offsets(tmp_path)
-    whole, tokens = engine_logits(tmp_path, prompt, 6, codec="fp8_e3m4")
-    driver = Driver(make_runner(tmp_path, codec="fp8_e3m4", num_threads=2))
+    whole, tokens = engine_logits(tmp_path, prompt, 6, kv_codec="fp8_e3m4")
+    driver = Driver(make_runner(tmp_path, kv_codec="fp8_e3m4", num_threads=2))
     driver.add("a", prompt, max_tokens=6)
     driver.run(chunk_tokens=16)
     assert np.array_equal(np.stack(driver.logits["a"]), whole)
@@ -158,7 +157,7 @@ def test_mistral_window_counts_only_when_it_would_be_active(tmp_path: Path) -> N
     ModelConfig.parse(config, {}).check_window(512)
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(UnsupportedModel, match="window 512"):
-        load_runner(tmp_path, num_blocks=4, num_exact=4)
+        make_runner(tmp_path, num_blocks=4, num_exact=4)
 
 
 def test_end_of_text_ids_are_the_union(tiny: TinyModel) -> None:
@@ -183,7 +182,7 @@ def test_damaged_checkpoints_are_explained(tmp_path: Path) -> None:
         Checkpoint.open(tmp_path)
     file.unlink()
     with pytest.raises(UnsupportedModel, match="neither"):
-        load_runner(tmp_path, num_blocks=4, num_exact=4)
+        make_runner(tmp_path, num_blocks=4, num_exact=4)
 
 
 def test_missing_and_misshapen_tensors_are_named(tmp_path: Path) -> None:
@@ -193,11 +192,11 @@ def test_missing_and_misshapen_tensors_are_named(tmp_path: Path) -> None:
     name = "model.layers.1.mlp.up_proj.weight"
     save_file(tensors | {name: torch.zeros(8, 8)}, file)
     with pytest.raises(UnsupportedModel, match=r"up_proj.weight has shape \[8, 8\]"):
-        load_runner(tmp_path, num_blocks=4, num_exact=4)
+        make_runner(tmp_path, num_blocks=4, num_exact=4)
     del tensors[name]
     save_file(tensors, file)
     with pytest.raises(UnsupportedModel, match=r"no tensor model\.layers\.1\.mlp\.up_proj"):
-        load_runner(tmp_path, num_blocks=4, num_exact=4)
+        make_runner(tmp_path, num_blocks=4, num_exact=4)
 
 
 def test_fingerprint_tells_fine_tunes_apart(tmp_path: Path) -> None:

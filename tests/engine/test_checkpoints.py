@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from common.errors import UnsupportedModel
-from engine.runner import load_runner
 from engine.weights import INDEX, SINGLE, Checkpoint
+from tests.engine.conftest import make_runner
 from tests.engine.test_architectures import assert_same_logits
 from tests.engine.tiny_models import TinyModel, make_tiny_model
 
@@ -21,7 +21,7 @@ Q_PROJ = "model.layers.1.self_attn.q_proj"
 
 
 def load(path: Path) -> None:
-    load_runner(path, num_blocks=4, num_exact=4)
+    make_runner(path, num_blocks=4, num_exact=4)
 
 
 # --- which file a tensor is in (T16) --------------------------------------------------------------

@@ -55,7 +55,7 @@ def prompts(directory: Path, lengths: tuple[int, ...]) -> dict[int, list[int]]:
 def check(
     demo_model: Path, reference: Any, lengths: tuple[int, ...], *, num_new: int, chunk_tokens: int
 ) -> None:
-    driver = Driver(make_runner(demo_model, codec="fp32", num_blocks=700))
+    driver = Driver(make_runner(demo_model, kv_codec="fp32", num_blocks=700))
     given = prompts(demo_model, lengths)
     for length, prompt in given.items():
         assert len(prompt) == length

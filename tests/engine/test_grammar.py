@@ -10,8 +10,9 @@ from llguidance import LLMatcher
 from tokenizers import Tokenizer
 
 from common.types import SamplingParams
+from engine.extras import Biases, Extras
 from engine.grammar import CompiledCache, GrammarTable, TokenMasks
-from engine.sampler import Biases, Extras, SamplingRows, sample, score
+from engine.sampler import SamplingRows, sample, score
 
 VOCAB = 49152
 EOS = 2

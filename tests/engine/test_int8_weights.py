@@ -12,11 +12,12 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 
 from common.errors import ConfigError, UnsupportedModel
-from engine.backend import StepLimits, load_gpu
+from engine.config import EngineConfig
 from engine.int8_weights import int8_panels, int8_values
 from engine.kernels.cpu.int8_weights import GROUP
+from engine.load import load_gpu
 from engine.offsets import open_offsets
-from engine.pool_size import PoolSize
+from engine.pool_size import NO_PAGES
 from tests.engine.conftest import MakeRunner, make_runner
 from tests.engine.driver import Driver
 from tests.engine.test_same_bits import Outcome, in_batch, prompt_of
@@ -108,7 +109,7 @@ def test_a_weight_that_is_not_finite_is_refused(value: float) -> None:
 
 def test_int8_comes_near_fp32_and_is_another_layout(tiny: TinyModel) -> None:
     def logits(weight_dtype: str) -> tuple[NDArray[np.float32], bytes]:
-        driver = Driver(make_runner(tiny.path, weight_dtype=weight_dtype, codec="fp32"))
+        driver = Driver(make_runner(tiny.path, weight_dtype=weight_dtype, kv_codec="fp32"))
         driver.add("a", prompt_of(40, 331), max_tokens=1)
         driver.run(chunk_tokens=64)
         return driver.logits["a"][0], driver.runner.layout_fingerprint
@@ -135,15 +136,6 @@ def test_workers_say_how_they_keep_weights(tiny: TinyModel, tiny_runner: MakeRun
 def test_int8_is_refused_on_a_gpu(tiny: TinyModel, tiny_runner: MakeRunner) -> None:
     runner = tiny_runner()
     offsets, _ = open_offsets(tiny.path, runner.config, runner.layout)
+    config = EngineConfig(model=tiny.path, weight_dtype="int8", device="cuda", pool=NO_PAGES)
     with pytest.raises(ConfigError, match="int8 is for CPUs; on a GPU choose fp8"):
-        load_gpu(
-            tiny.path,
-            runner.config,
-            runner.layout,
-            offsets,
-            dtype="auto",
-            weight_dtype="int8",
-            limits=StepLimits(chunk_tokens=16, num_decodes=1, max_tokens=64),
-            room=PoolSize(num_packed=4, num_exact=2),
-            landing=PoolSize(num_packed=0, num_exact=0),
-        )
+        load_gpu(config, runner.config, offsets)

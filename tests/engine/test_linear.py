@@ -106,10 +106,10 @@ def test_a_model_with_fp8_weights_computes_with_what_its_codes_stand_for(
     for kind in ("auto", "fp8", "fp8, batch-invariant", "fp8, as defined"):
         if kind == "fp8, as defined":
             monkeypatch.setattr(Fp8Linear, "__call__", dequantised)
-        runner = make_runner(path, num_blocks=16, num_exact=4, codec="bf16")
+        runner = make_runner(path, num_blocks=16, num_exact=4, kv_codec="bf16")
         offsets, _ = open_offsets(path, runner.config, runner.layout)
         checkpoint = Checkpoint.open(path)
-        runner._backend = TritonModel(
+        runner.backend = TritonModel(
             runner.config, checkpoint, runner.pool, offsets, torch.float32, kind.split(",")[0],
             is_batch_invariant=kind == "fp8, batch-invariant",
         )  # fmt: skip

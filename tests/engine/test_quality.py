@@ -25,7 +25,6 @@ from engine.compare import Candidate, Engines, Interval, Quality
 from engine.cpu_model import CpuWeights
 from engine.offsets import load_means, means_hash, open_offsets, save_means
 from engine.rope import rope_tables
-from engine.runner import load_runner
 from engine.tasks import Accuracy, accuracy_of, read_tasks
 from tests.engine.conftest import make_runner
 from tests.engine.driver import Driver
@@ -189,7 +188,7 @@ def test_means_are_those_of_k_before_rotary_and_of_v(tmp_path: Path, head_dim: i
     """
     model = make_tiny_model(tmp_path, "llama", head_dim=head_dim)
     window = np.random.default_rng(1).integers(0, 331, (1, 96)).astype(np.int32)
-    runner = make_runner(tmp_path, codec="fp32")
+    runner = make_runner(tmp_path, kv_codec="fp32")
     found = calibration.measure(runner, window)
     layers = model.reference.model.layers
     seen: dict[tuple[int, int], torch.Tensor] = {}
@@ -207,17 +206,17 @@ def test_means_are_those_of_k_before_rotary_and_of_v(tmp_path: Path, head_dim: i
 def test_a_calibrated_model_is_another_layout(tmp_path: Path) -> None:
     """The command writes the file, workers read it, and codecs without loss ignore it."""
     model = make_tiny_model(tmp_path, "llama")
-    before = load_runner(model.path, num_blocks=4, num_exact=2)
+    before = make_runner(model.path, num_blocks=4, num_exact=2)
     means_path = give_offsets(model.path)
-    after = load_runner(model.path, num_blocks=4, num_exact=2)
-    assert before.offsets_hash == NO_FINGERPRINT
-    assert after.offsets_hash == means_hash(load_means(model.path, after.config))
+    after = make_runner(model.path, num_blocks=4, num_exact=2)
+    assert before.pages.origin.offsets_hash == NO_FINGERPRINT
+    assert after.pages.origin.offsets_hash == means_hash(load_means(model.path, after.config))
     assert after.layout_fingerprint != before.layout_fingerprint
-    exact = load_runner(model.path, codec="bf16", num_blocks=4, num_exact=2)
-    assert exact.offsets_hash == NO_FINGERPRINT
+    exact = make_runner(model.path, kv_codec="bf16", num_blocks=4, num_exact=2)
+    assert exact.pages.origin.offsets_hash == NO_FINGERPRINT
     means_path.write_bytes(means_path.read_bytes()[:50])
     with pytest.raises(UnsupportedModel, match="tandem calibrate"):
-        load_runner(model.path, num_blocks=4, num_exact=2)
+        make_runner(model.path, num_blocks=4, num_exact=2)
 
 
 def test_calibrate_reads_a_text_and_writes_the_file(demo_model: Path, tmp_path: Path) -> None:
@@ -256,13 +255,13 @@ def test_offsets_bring_a_biased_model_closer_to_fp32(tmp_path: Path) -> None:
     prompt = np.random.default_rng(2).integers(0, 331, 200).tolist()
 
     def logits(codec: str) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
-        driver = Driver(make_runner(tmp_path, codec=codec))
+        driver = Driver(make_runner(tmp_path, kv_codec=codec))
         driver.add("a", prompt, max_tokens=8)
         driver.run(chunk_tokens=64)
         return np.stack(driver.logits["a"])
 
     exact, without = logits("fp32"), logits("fp8_e3m4")
-    runner = make_runner(tmp_path, codec="fp32")
+    runner = make_runner(tmp_path, kv_codec="fp32")
     windows = np.random.default_rng(3).integers(0, 331, (4, 256)).astype(np.int32)
     save_means(tmp_path, calibration.measure(runner, windows), {})
     with_offsets = logits("fp8_e3m4")
@@ -291,7 +290,7 @@ def test_accuracy_on_tasks_is_that_of_transformers(
     """The likelihoods behind it too; the last task's answer is wrong, so that one in four is."""
     path = written_tasks(tmp_path, TASKS)
     found = read_tasks(demo_model, path, 8192)
-    runner = load_runner(demo_model, codec="fp32", num_blocks=8, num_exact=1)
+    runner = make_runner(demo_model, kv_codec="fp32", num_blocks=8, num_exact=1)
     for task in found:
         for choice in task.choices:
             tokens = torch.from_numpy(np.concatenate([task.prompt, choice])).long()

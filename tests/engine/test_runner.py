@@ -21,8 +21,8 @@ from common.scheduling.plan import (
 from common.types import OutputKey, SamplingParams, output_seed
 from engine.grammar import GrammarTable
 from engine.rope import rope_tables
-from engine.runner import ModelRunner, Runner, load_runner
-from tests.engine.conftest import MakeRunner
+from engine.runner import ModelRunner, Runner
+from tests.engine.conftest import MakeRunner, make_runner
 from tests.engine.driver import Driver
 from tests.engine.tiny_models import make_tiny_model
 
@@ -236,12 +236,12 @@ def test_landing_refuses_a_page_with_any_flipped_bit(runner: ModelRunner, at: in
 
 def test_landing_refuses_another_layout(tiny_runner: MakeRunner) -> None:
     runner, other = (
-        tiny_runner(codec=codec, incarnation=77, num_landing_packed=1, num_landing_exact=3)
+        tiny_runner(kv_codec=codec, incarnation=77, num_landing_packed=1, num_landing_exact=3)
         for codec in ("bf16", "fp8_e3m4")
     )
     landed(runner)
     assert other.layout_fingerprint != runner.layout_fingerprint
-    runner.layout_fingerprint = other.layout_fingerprint
+    runner.pages.origin = other.pages.origin
     [refusal] = runner.land([move()]).refusals
     assert refusal is not None
     assert refusal.startswith("fingerprint")
@@ -306,7 +306,7 @@ class GivenUp(GrammarTable):
 
 def test_a_request_whose_grammar_gives_up_fails_alone(tiny_runner: MakeRunner) -> None:
     driver = Driver(tiny_runner())
-    driver.runner._grammars = GivenUp(Path("none"), vocab_size=1, eos_token_ids=[0])
+    driver.runner.grammars = GivenUp(Path("none"), vocab_size=1, eos_token_ids=[0])
     driver.add("good", PROMPT, max_tokens=2)
     driver.add("bad", PROMPT[::-1], max_tokens=2)
     result = driver.step()
@@ -331,7 +331,7 @@ def test_logprobs_come_when_asked_for(tiny_runner: MakeRunner) -> None:
 
 def test_bad_settings_are_explained(tiny_runner: MakeRunner) -> None:
     for options, named in (
-        ({"codec": "fp6"}, "fp6"),
+        ({"kv_codec": "fp6"}, "fp6"),
         ({"block_size": 24}, "24"),
         ({"num_threads": 0}, "thread"),
         ({"dtype": "bfloat16"}, "float32"),
@@ -346,11 +346,11 @@ def test_bad_settings_are_explained(tiny_runner: MakeRunner) -> None:
 def test_t46_rotary_tables_are_as_long_as_a_request_can_get(tmp_path: Path) -> None:
     """A million positions cost nothing where neither --max-model-len nor the pool has room."""
     make_tiny_model(tmp_path, "llama", max_position_embeddings=1_024_000)
-    pool = load_runner(tmp_path, num_blocks=200, num_exact=56)
+    pool = make_runner(tmp_path, num_blocks=200, num_exact=56)
     assert pool.config.max_position_embeddings == 256 * 16
-    limited = load_runner(tmp_path, num_blocks=200, num_exact=56, max_model_len=2000)
+    limited = make_runner(tmp_path, num_blocks=200, num_exact=56, max_model_len=2000)
     assert limited.config.max_position_embeddings == 2000
-    small = load_runner(tmp_path, num_blocks=4, num_exact=4, max_model_len=16)
+    small = make_runner(tmp_path, num_blocks=4, num_exact=4, max_model_len=16)
     assert small.config.max_position_embeddings == 1024
     [cos, _] = rope_tables(limited.config)
     assert cos.shape == (2016, 8)

@@ -68,9 +68,9 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("codec", ["fp8_e3m4", "int4", "fp32"])
 def test_chunk_size_and_company_change_nothing(path: Path, codec: str) -> None:
-    wanted = in_batch(Driver(make_runner(path, codec=codec)), LENGTHS, chunk=512)
+    wanted = in_batch(Driver(make_runner(path, kv_codec=codec)), LENGTHS, chunk=512)
     for chunk in CHUNKS:
-        driver = Driver(make_runner(path, codec=codec, num_threads=2))
+        driver = Driver(make_runner(path, kv_codec=codec, num_threads=2))
         for length in LENGTHS:
             found = in_batch(driver, [length], chunk)[length]
             found.assert_equals(wanted[length], f"{length} tokens alone in chunks of {chunk}")
@@ -94,7 +94,7 @@ def test_prefill_writes_the_bytes_that_decode_wrote(path: Path, codec: str, leng
     """A request moved after 40 tokens: its KV computed again as a prompt is the same, byte for
     byte.
     """
-    driver = Driver(make_runner(path, codec=codec))
+    driver = Driver(make_runner(path, kv_codec=codec))
     prompt = prompt_of(length, driver.runner.config.vocab_size)
     driver.add("decoded", prompt, max_tokens=41)
     driver.run(chunk_tokens=16)
@@ -111,8 +111,8 @@ def test_pages_hold_no_bytes_of_earlier_tenants(path: Path, codec: str) -> None:
     """Pools full of NaN give the same pages as fresh ones: unused slots are zeroed, and stale
     bytes never reach a result.
     """
-    fresh = in_batch(Driver(make_runner(path, codec=codec)), LENGTHS, chunk=64)
-    driver = Driver(make_runner(path, codec=codec))
+    fresh = in_batch(Driver(make_runner(path, kv_codec=codec)), LENGTHS, chunk=64)
+    driver = Driver(make_runner(path, kv_codec=codec))
     layout = driver.runner.layout
     driver.runner.pool.packed[:, : layout.scales_offset + layout.scales_bytes] = 0xFF
     driver.runner.pool.exact[:, : layout.payload_bytes(PageKind.EXACT)] = 0xFF

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from common.types import SamplingParams
-from engine.sampler import Extras, Sampled, SamplingRows, sample, uniform
+from engine.extras import Extras
+from engine.sampler import Sampled, SamplingRows, sample, uniform
 
 VOCAB = 200
 

@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from common.errors import InternalError, UnsupportedModel
-from engine.runner import ModelRunner, load_runner
+from engine.runner import ModelRunner
+from tests.engine.conftest import make_runner
 from tests.engine.tiny_models import make_tiny_model
 
 
@@ -30,7 +31,7 @@ def copy_with(source: Path, target: Path, name: str, value: float, dtype: torch.
 
 
 def runner_of(path: Path) -> ModelRunner:
-    return load_runner(path, num_blocks=40, num_exact=8, max_num_tokens=64)
+    return make_runner(path, num_blocks=40, num_exact=8, max_num_tokens=64)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

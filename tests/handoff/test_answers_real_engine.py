@@ -19,7 +19,10 @@ from commands.demo_model import prepare
 from common.environment import home
 from common.messages import Failed
 from common.types import FinishReason, PromptLogprobs, Role, SamplingParams, TokenLogprobs
-from engine.runner import ModelRunner, load_runner
+from engine.config import EngineConfig
+from engine.load import load_runner
+from engine.pool_size import PoolSize
+from engine.runner import ModelRunner
 from router.grammar.grammars import json_grammar
 from tests.fakes.fleet import Client, Fleet, fleet
 from tests.fakes.virtual_time import VirtualTimeLoop
@@ -52,15 +55,15 @@ def make_runner(model_dir: Path) -> Callable[..., ModelRunner]:
     ) -> ModelRunner:
         if incarnation not in runners:
             runners[incarnation] = load_runner(
-                model_dir,
-                codec="fp32",
-                block_size=block_size,
-                num_blocks=num_packed,
-                num_exact=num_exact,
-                num_landing_packed=num_landing,
-                num_landing_exact=num_landing,
-                num_threads=2,
-                incarnation=incarnation,
+                EngineConfig(
+                    model=model_dir,
+                    kv_codec="fp32",
+                    block_size=block_size,
+                    pool=PoolSize(num_packed=num_packed, num_exact=num_exact),
+                    landing=PoolSize(num_packed=num_landing, num_exact=num_landing),
+                    num_threads=2,
+                    incarnation=incarnation,
+                )
             )
         return runners[incarnation]
 

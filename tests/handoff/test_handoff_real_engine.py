@@ -13,7 +13,10 @@ import pytest
 from commands.demo_model import prepare
 from common.environment import home
 from common.types import Role, SamplingParams
-from engine.runner import ModelRunner, load_runner
+from engine.config import EngineConfig
+from engine.load import load_runner
+from engine.pool_size import PoolSize
+from engine.runner import ModelRunner
 from tests.fakes.fleet import Fleet, Outputs, fleet
 from tests.fakes.virtual_time import VirtualTimeLoop
 
@@ -25,16 +28,16 @@ def real_runner(
     *, num_packed: int, num_exact: int, num_landing: int, block_size: int, incarnation: int
 ) -> ModelRunner:
     return load_runner(
-        prepare(home(), lambda text: None),
-        codec="fp8_e3m4",
-        block_size=block_size,
-        num_blocks=num_packed,
-        num_exact=num_exact,
-        num_landing_packed=num_landing,
-        num_landing_exact=num_landing,
-        num_threads=2,
-        incarnation=incarnation,
-        max_num_tokens=600,
+        EngineConfig(
+            model=prepare(home(), lambda text: None),
+            kv_codec="fp8_e3m4",
+            block_size=block_size,
+            pool=PoolSize(num_packed=num_packed, num_exact=num_exact),
+            landing=PoolSize(num_packed=num_landing, num_exact=num_landing),
+            num_threads=2,
+            incarnation=incarnation,
+            max_num_tokens=600,
+        )
     )
 
 

@@ -95,7 +95,7 @@ def make_driver(path: Path, *, graph_rows: int = 0) -> tuple[Driver, EveryRow]:
         backend.capture()
     assert backend.is_batch_invariant
     every = EveryRow(backend)
-    runner._backend = every  # type: ignore[assignment]
+    runner.backend = every  # type: ignore[assignment]
     return Driver(runner), every
 
 
@@ -239,11 +239,11 @@ class Unsteady:
 
 def test_the_self_test_demands_bits_of_who_promises_them(path: Path) -> None:
     runner = make_runner(path)
-    backend = runner._backend
+    backend = runner.backend
     assert backend.is_batch_invariant
-    runner._backend = Unsteady(backend, is_batch_invariant=False)
+    runner.backend = Unsteady(backend, is_batch_invariant=False)
     runner.self_test()
-    runner._backend = Unsteady(backend, is_batch_invariant=True)
+    runner.backend = Unsteady(backend, is_batch_invariant=True)
     with pytest.raises(InternalError, match="other bits"):
         runner.self_test()
 
@@ -251,7 +251,7 @@ def test_the_self_test_demands_bits_of_who_promises_them(path: Path) -> None:
 def test_a_cpu_keeps_the_promise_anyway(path: Path) -> None:
     plain, invariant = make_runner(path), make_runner(path, batch_invariant=True)
     assert plain.layout_fingerprint == invariant.layout_fingerprint
-    assert invariant.arithmetic == ""
+    assert invariant.pages.origin.arithmetic == ""
 
 
 def test_gpus_of_other_kinds_or_types_do_not_promise_the_same_bits(

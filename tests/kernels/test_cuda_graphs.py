@@ -82,11 +82,11 @@ def triton_runner(path: Path, *, has_graphs: bool) -> ModelRunner:
     offsets, _ = open_offsets(path, runner.config, runner.layout)
     checkpoint = Checkpoint.open(path)
     model = TritonModel(runner.config, checkpoint, runner.pool, offsets, torch.float32)
-    runner._backend = model
+    runner.backend = model
     if has_graphs:
         graphed = GraphedModel(model, lambda step: step, max_rows=MAX_ROWS, max_blocks=16)
         graphed.capture()
-        runner._backend = graphed
+        runner.backend = graphed
     return runner
 
 
@@ -116,7 +116,7 @@ def start(runner: ModelRunner, count: int) -> StepPlan:
                 tail=2 * i + 1,
             )
         )
-    runner._prepare(StepPlan(step=0, starts=tuple(starts)))
+    runner.begin(StepPlan(step=0, starts=tuple(starts)))
     return StepPlan(step=1, decodes=keys)
 
 
@@ -141,10 +141,10 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 def outcome(runner: ModelRunner, count: int) -> list[Tensor]:
     """Logits and all pages after a step of `count` decodes."""
     plan = start(runner, count)
-    batch = make_batch(plan, runner._outputs, 16)
-    runner._backend.forward(batch)
-    logits = runner._backend.logits(batch.wanted).clone()
-    runner._prepare(StepPlan(step=2, drops=plan.decodes))
+    batch = make_batch(plan, runner.outputs, 16)
+    runner.backend.forward(batch)
+    logits = runner.backend.logits(batch.wanted).clone()
+    runner.begin(StepPlan(step=2, drops=plan.decodes))
     return [logits, runner.pool.packed.clone(), runner.pool.exact.clone()]
 
 
@@ -155,10 +155,10 @@ def outcome(runner: ModelRunner, count: int) -> list[Tensor]:
 )
 def test_a_padded_replay_is_the_eager_step_to_the_bit(small: Pair, count: int) -> None:
     eager, graphed = small
-    assert isinstance(graphed._backend, GraphedModel)
-    before = graphed._backend.graphs.num_replayed
+    assert isinstance(graphed.backend, GraphedModel)
+    before = graphed.backend.graphs.num_replayed
     wanted, found = outcome(eager, count), outcome(graphed, count)
-    assert graphed._backend.graphs.num_replayed == before + 1
+    assert graphed.backend.graphs.num_replayed == before + 1
     assert torch.isfinite(wanted[0]).all()
     for one, other in zip(wanted, found, strict=True):
         assert torch.equal(one, other)
@@ -167,7 +167,7 @@ def test_a_padded_replay_is_the_eager_step_to_the_bit(small: Pair, count: int) -
 @pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
 def test_padding_writes_no_page_and_changes_no_logits_whatever_memory_holds(small: Pair) -> None:
     _, graphed = small
-    backend = graphed._backend
+    backend = graphed.backend
     assert isinstance(backend, GraphedModel)
     found = []
     for filling in (0.0, torch.nan):
@@ -186,7 +186,7 @@ def test_requests_give_the_same_tokens_with_graphs(tmp_path: Path) -> None:
     tokens = []
     for has_graphs in (False, True):
         runner = triton_runner(path, has_graphs=has_graphs)
-        backend = runner._backend
+        backend = runner.backend
         driver = Driver(runner)
         driver.add("a", [int(t) for t in np.arange(20) * 31 % 331], max_tokens=3)
         driver.run(chunk_tokens=16)
@@ -203,7 +203,7 @@ def test_requests_give_the_same_tokens_with_graphs(tmp_path: Path) -> None:
 def test_steps_with_chunks_or_too_many_rows_are_not_for_graphs(small: Pair) -> None:
     runner, _ = small
     plan = start(runner, 3)
-    batch = make_batch(plan, runner._outputs, 16)
+    batch = make_batch(plan, runner.outputs, 16)
     columns = columns_of(batch, 16)
     assert is_decode_step(columns)
     assert not is_decode_step(replace(columns, chunk_runs=columns.decode_runs))
@@ -218,7 +218,7 @@ def test_steps_with_chunks_or_too_many_rows_are_not_for_graphs(small: Pair) -> N
     assert graphs.replay(columns) is None
     assert graphs.replay(nothing_of(1)) is not None
     assert done == [1]
-    runner._prepare(StepPlan(step=2, drops=plan.decodes))
+    runner.begin(StepPlan(step=2, drops=plan.decodes))
 
 
 def test_padding_names_no_page_and_sees_no_token() -> None:
@@ -250,10 +250,10 @@ def test_inputs_of_equal_shapes_lie_in_the_same_place() -> None:
 def test_a_step_carries_the_tables_of_its_own_requests_only(small: Pair) -> None:
     runner, _ = small
     plan = start(runner, 4)
-    batch = make_batch(plan, runner._outputs, 16)
+    batch = make_batch(plan, runner.outputs, 16)
     columns = columns_of(batch, 16)
     assert columns.tables.shape == (4, 1 + max(contexts(4)) // 16)
     for run, row in zip(batch.runs, columns.decode_runs, strict=True):
         blocks = run[2] // 16 + 1
         assert (batch.tables[run[3], :blocks] == columns.tables[row[3], :blocks]).all()
-    runner._prepare(StepPlan(step=2, drops=plan.decodes))
+    runner.begin(StepPlan(step=2, drops=plan.decodes))

@@ -12,12 +12,12 @@ from common.codecs import codec_named
 from common.errors import ConfigError, InternalError
 from common.model_config import ModelConfig
 from common.pages import PageLayout
-from engine.backend import PoolShare, StepLimits
+from engine.config import StepLimits
 from engine.cuda_graphs import Capture
 from engine.gpu_memory import MARGIN_BYTES, MemoryUse, largest_step, open_gpu, pool_size
 from engine.graphed_model import GraphedModel
 from engine.offsets import open_offsets
-from engine.pool_size import PoolSize
+from engine.pool_size import PoolShare, PoolSize
 from engine.pools import PageArena
 from engine.self_test import compare
 from engine.triton_model import TritonModel

@@ -45,7 +45,7 @@ class Worker:
 
     def __init__(self, path: Path, depth: int) -> None:
         self.runner = triton_runner(path, has_graphs=True)
-        self.runner._reads_late = depth > 1
+        self.runner.reads_late = depth > 1
         self.depth = depth
         cache = KvCache(num_packed=64, num_exact=32, block_size=16)
         self.scheduler = BatchScheduler(
@@ -80,7 +80,7 @@ class Worker:
             if plan is None:
                 break
             self.under_way.append((plan, self.runner.launch(plan)))
-            self.unread_seen += int((self.runner._outputs.unread >= 0).sum())
+            self.unread_seen += int((self.runner.outputs.unread >= 0).sum())
         if not self.under_way:
             return False
         plan, launched = self.under_way.popleft()
@@ -193,23 +193,23 @@ def test_a_row_taken_over_before_its_token_was_read_keeps_its_own(path: Path, ke
 
     def tokens_and_counts(reads_late: bool) -> tuple[list[int], list[float]]:
         runner: ModelRunner = triton_runner(path, has_graphs=True)
-        runner._reads_late = reads_late
+        runner.reads_late = reads_late
         params = greedy(9, presence_penalty=1.0)
         first = runner.launch(
             StepPlan(step=1, starts=(started("a/0", [5, 6], 0, params),), decodes=("a/0",))
         )
-        row = runner._outputs.row("a/0")
+        row = runner.outputs.row("a/0")
         second = runner.launch(
             StepPlan(
                 step=2, drops=("a/0",), starts=(started(key, [40, 50], 1, params),), decodes=(key,)
             )
         )
-        assert runner._outputs.row(key) == row
+        assert runner.outputs.row(key) == row
         third = runner.launch(StepPlan(step=3, decodes=(key,)))
         fourth = runner.launch(StepPlan(step=4, decodes=(key,)))
         tokens = [step.result().token_ids[0] for step in (first, second, third, fourth)]
-        runner._read_latest()
-        counts = runner._outputs._extras[row].output_counts
+        runner.read_latest()
+        counts = runner.outputs._extras[row].output_counts
         assert counts is not None
         return tokens, counts.tolist()
 
@@ -247,7 +247,7 @@ class WatchedGrammars:
 def test_a_grammar_knows_every_token_before_it_says_what_may_follow(path: Path) -> None:
     worker = Worker(path, MAX_IN_FLIGHT)
     grammars = WatchedGrammars()
-    worker.runner._grammars = grammars  # type: ignore[assignment]
+    worker.runner.grammars = grammars  # type: ignore[assignment]
     worker.add("r0", prompt_of(9, 11), greedy(4, grammar="any"))
     worker.run()
     tokens = [token for token, _ in worker.tokens["r0/0"]]
@@ -259,9 +259,9 @@ def test_a_grammar_hears_nothing_of_an_earlier_output_by_the_same_name(
     path: Path, reads_late: bool
 ) -> None:
     runner: ModelRunner = triton_runner(path, has_graphs=True)
-    runner._reads_late = reads_late
+    runner.reads_late = reads_late
     grammars = WatchedGrammars()
-    runner._grammars = grammars  # type: ignore[assignment]
+    runner.grammars = grammars  # type: ignore[assignment]
     params = greedy(9, grammar="any")
     runner.launch(StepPlan(step=1, starts=(started("a/0", [5, 6], 0, params),), decodes=("a/0",)))
     again = started("a/0", [40, 50], 1, params)

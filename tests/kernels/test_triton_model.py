@@ -25,11 +25,11 @@ def test_triton_backend_answers_as_the_cpu_backend(
     give_offsets(path)
     drivers = []
     for is_triton in (False, True):
-        runner = make_runner(path, codec=codec, num_blocks=32, num_exact=8)
+        runner = make_runner(path, kv_codec=codec, num_blocks=32, num_exact=8)
         if is_triton:
             checkpoint = Checkpoint.open(path)
             offsets, _ = open_offsets(path, runner.config, runner.layout)
-            runner._backend = TritonModel(
+            runner.backend = TritonModel(
                 runner.config, checkpoint, runner.pool, offsets, torch.float32
             )
         driver = Driver(runner)
@@ -42,5 +42,5 @@ def test_triton_backend_answers_as_the_cpu_backend(
         np.testing.assert_allclose(triton, cpu, atol=2e-3 if codec == "fp8_e3m4" else 1e-4, rtol=0)
         assert drivers[0].tokens[key] == drivers[1].tokens[key]
     pages, which = drivers[1].runner.pool.packed, torch.tensor([3, 0])
-    cpu_sums, sums = (driver.runner._backend.checksums(pages, which) for driver in drivers)
+    cpu_sums, sums = (driver.runner.backend.checksums(pages, which) for driver in drivers)
     assert cpu_sums.tolist() == sums.tolist()

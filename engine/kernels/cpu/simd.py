@@ -118,16 +118,6 @@ def splat(typingctx, value):
 
 
 @intrinsic
-def load_splat(typingctx, at):
-    """The float at address `at` in all eight lanes."""
-
-    def codegen(context, builder, signature, args):
-        return spread(builder, builder.load(_pointer(builder, args[0], F32), align=4), V8F)
-
-    return f32x8(types.int64), codegen
-
-
-@intrinsic
 def fma(typingctx, a, b, c):
     """a * b + c with one rounding."""
 
