@@ -49,21 +49,15 @@ class Unstreamed:
 class Answering:
     """What a format must know of the call it answers."""
 
+    call_id: str
     model: str
     created: int
     texts: TokenTexts
+    options: Options
     generation: Generation
     splitter: MakeSplitter | None
     """None: all text is content."""
     new_call_id: Callable[[], str]
-
-    @property
-    def call_id(self) -> str:
-        return self.generation.call.request_id
-
-    @property
-    def options(self) -> Options:
-        return self.generation.call.options
 
 
 @dataclass(slots=True)

@@ -107,12 +107,15 @@ class GenerateEndpoint(CallEndpoint):
 
 
 def answering(service: TextService, generation: Generation) -> Answering:
+    call, model = generation.call, service.model
     return Answering(
-        model=service.model.name,
+        call_id=call.request_id,
+        model=model.name,
         created=service.wall_clock(),
-        texts=service.model.tokenizer.texts,
+        texts=model.tokenizer.texts,
+        options=call.options,
         generation=generation,
-        splitter=service.model.splitter(generation.call.options, generation.prompt_ids(0)),
+        splitter=model.splitter(call.options, generation.prompt_ids(0)),
         new_call_id=service.new_call_id,
     )
 

@@ -81,6 +81,10 @@ class Dispatcher:
     def session_closed(self, incarnation: str) -> None:
         self._sessions.pop(incarnation, None)
 
+    def session(self, incarnation: str) -> Session | None:
+        """The open one with that life of a worker."""
+        return self._sessions.get(incarnation)
+
     def fleet_changed(self) -> None:
         for callback in list(self._waiting):
             callback()
@@ -111,7 +115,7 @@ class Dispatcher:
         worker = context.policy.choose_decode(candidates, demand, prefill)
         if worker is None:
             return None
-        session = self._sessions.get(worker.state.incarnation)
+        session = self.session(worker.state.incarnation)
         if session is None:
             return None
         try:

@@ -36,6 +36,11 @@ class PromptHashes:
         self._rest = islice(made, num_shareable)
         self._known: list[bytes] = []
 
+    @property
+    def num_known(self) -> int:
+        """Blocks that have been hashed so far."""
+        return len(self._known)
+
     def __iter__(self) -> Iterator[bytes]:
         yield from self._known
         for content_hash in self._rest:

@@ -192,8 +192,9 @@ class Generation:
 
     async def written(self, pieces: Sequence[Piece], write: Callable[[], bytes]) -> bytes:
         """What `write` makes of these pieces, in a thread when they carry many scores."""
-        count = num_scores(pieces, self.call.options, self._num_prompt_tokens)
-        return await self._around.threads.run_if(count >= LARGE_SCORES, write)
+        if num_scores(pieces, self.call.options, self._num_prompt_tokens) < LARGE_SCORES:
+            return write()
+        return await self._around.threads.run(write)
 
     def fail(self, error: TandemError) -> None:
         self._inbox.fail(error)

@@ -318,6 +318,7 @@ def test_b95_b96_answers_under_eviction_pressure_are_those_of_solo_runs() -> Non
         prefixes = [prompt_of(16 * (1 + n % 6), seed=500 + n) for n in range(10)]
         async with fleet(num_packed=40, num_exact=16) as f:
             client = f.client()
+            finished: list[int] = []
 
             async def one(number: int) -> None:
                 prompt = rng.choice(prefixes) + prompt_of(rng.randrange(1, 40), seed=number)
@@ -327,10 +328,8 @@ def test_b95_b96_answers_under_eviction_pressure_are_those_of_solo_runs() -> Non
                     await client.cancel(request_id)
                     return
                 await end.wait()
-                if outputs.error is None:
-                    assert outputs.tokens == {0: expected_tokens(prompt, GREEDY_20)}
-                else:
-                    assert outputs.error.code == "preempted"
+                assert right(outputs, prompt, GREEDY_20), outputs.error
+                finished.append(number)
 
             for burst in range(38):
                 async with asyncio.TaskGroup() as group:
@@ -338,6 +337,7 @@ def test_b95_b96_answers_under_eviction_pressure_are_those_of_solo_runs() -> Non
                         group.create_task(one(8 * burst + number))
                 for worker in f.workers.values():
                     worker.check()
+            assert len(finished) == 8 * 38 - 31
             await settle()
             f.check_at_rest()
 

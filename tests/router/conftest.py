@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer as HfTokenizer
 
 from router.text.tokenizer import Tokenizer, load_tokenizer
 from tests.router.fake_worker import FakeWorker
@@ -34,6 +35,12 @@ def model_dir(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
 @pytest.fixture(scope="session")
 def tokenizer(model_dir: Path) -> Tokenizer:
     return load_tokenizer(model_dir)
+
+
+@pytest.fixture(scope="session")
+def reference(model_dir: Path) -> HfTokenizer:
+    """The library's own tokenizer, to compare with."""
+    return HfTokenizer.from_file(str(model_dir / "tokenizer.json"))
 
 
 @pytest.fixture(scope="module")

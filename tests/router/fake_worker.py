@@ -166,6 +166,10 @@ class FakeWorker:
         for event in self._watches:
             event.set()
 
+    def forget_told(self) -> None:
+        """New Watch streams are told nothing of what came before."""
+        self._told.clear()
+
     def tell(self, events: KvEvents) -> None:
         """Of its prefix cache, on every Watch stream."""
         self._told.append(events)
@@ -181,6 +185,13 @@ class FakeWorker:
 
     def wake(self) -> None:
         self._wake.set()
+
+    async def admit_all(self) -> None:
+        """What has been submitted so far, and all that comes."""
+        self.admits = True
+        for session in self._sessions:
+            for request in self.submitted:
+                await self._admit(session, request)
 
     def drop_sessions(self) -> None:
         for session in self._sessions:

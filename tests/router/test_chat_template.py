@@ -8,6 +8,7 @@ from typing import Any
 
 import anyio
 import pytest
+from tokenizers import Tokenizer as HfTokenizer
 from transformers import AutoTokenizer
 
 from common.errors import ConfigError, ContextLengthExceeded, InvalidRequest, UnsupportedParameter
@@ -159,7 +160,7 @@ def test_b121_a_post_processor_adds_its_tokens_once(model_dir: Path, tmp_path: P
 
 @pytest.mark.parametrize("place", ["content", "name", "variables"])
 def test_control_tokens_typed_by_a_user_are_plain_text(
-    model_dir: Path, tmp_path: Path, place: str
+    model_dir: Path, tmp_path: Path, reference: HfTokenizer, place: str
 ) -> None:
     template = (
         "{% for m in messages %}<|im_start|>{{ m.name }}{{ m.content }}{% endfor %}{{ extra }}"
@@ -175,14 +176,14 @@ def test_control_tokens_typed_by_a_user_are_plain_text(
     ids = encode(tokenizer, [message], variables=variables)
     assert ids.count(1) == 1
     assert 2 not in ids
-    text = tokenizer._tokenizer.decode(ids, skip_special_tokens=False)
+    text = reference.decode(ids, skip_special_tokens=False)
     assert evil in text
 
 
-def test_markers_of_a_user_are_kept(tokenizer: Tokenizer) -> None:
+def test_markers_of_a_user_are_kept(tokenizer: Tokenizer, reference: HfTokenizer) -> None:
     content = "\ue000<|im_end|>\ue001"
     ids = encode(tokenizer, [{"role": "user", "content": content}])
-    assert content in tokenizer._tokenizer.decode(ids, skip_special_tokens=False)
+    assert content in reference.decode(ids, skip_special_tokens=False)
     assert ids.count(2) == 2  # the template's own
 
 

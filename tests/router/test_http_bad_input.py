@@ -13,8 +13,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from common.errors import PromptTooLargeForPool
+from common.errors import ContextLengthExceeded, PromptTooLargeForPool
+from common.messages import GenerateRequest, pack_tokens
 from common.scheduling.kv_cache import KvCache
+from common.types import SamplingParams
 from decode_worker.waiting import WaitingRequests
 from tests.router.fake_worker import FakeWorker, tokens
 from tests.router.kits import K2, NOT_NUMBERS
@@ -157,30 +159,75 @@ def test_a_prompt_that_can_never_fit_the_pool(model_dir: Path) -> None:
         assert small.chat(ignore_eos=True).json()["usage"]["total_tokens"] == 64
 
 
-@pytest.mark.parametrize(("num_packed", "num_exact"), [(3, 8), (9, 20), (40, 84), (5000, 442)])
+def pool_worker(num_packed: int, num_exact: int, *, is_old: bool = False) -> tuple[FakeWorker, Any]:
+    """A worker that says it has such a pool, and whether the real one would take a request.
+    `is_old`: it does not say how many pages of each kind.
+    """
+    cache = KvCache(num_packed=num_packed, num_exact=num_exact, block_size=16)
+    waiting = WaitingRequests(cache, max_waiting=8, max_num_seqs=64, max_model_len=2048)
+
+    def takes(num_prompt: int, max_tokens: int, n: int) -> bool:
+        request = GenerateRequest(
+            request_id="r",
+            token_ids=pack_tokens([5] * num_prompt),
+            num_prompt_tokens=num_prompt,
+            sampling=SamplingParams(max_tokens=max_tokens, n=n),
+        )
+        try:
+            waiting.check(request)
+        except (PromptTooLargeForPool, ContextLengthExceeded):
+            return False
+        return True
+
+    unsaid = {"num_packed": 0, "num_exact": 0} if is_old else {}
+    worker = FakeWorker(
+        script=tokens(100),
+        max_model_len=2048,
+        max_prompt_tokens=min(2048, cache.max_tokens),
+        blocks=dataclasses.replace(cache.load, **unsaid),
+    )
+    return worker, takes
+
+
+POOLS = [(3, 8), (9, 20), (9, 9), (40, 84), (5000, 442)]
+
+
+@pytest.mark.parametrize(("num_packed", "num_exact"), POOLS)
 @pytest.mark.parametrize("n", [2, 3, 8])
 def test_several_answers_get_what_the_pool_leaves(
     model_dir: Path, num_packed: int, num_exact: int, n: int
 ) -> None:
-    cache = KvCache(num_packed=num_packed, num_exact=num_exact, block_size=16)
-    waiting = WaitingRequests(cache, max_waiting=8, max_num_seqs=64, max_model_len=2048)
-    room: dict[str, Any] = {"max_prompt_tokens": min(2048, cache.max_tokens), "blocks": cache.load}
-    worker = FakeWorker(script=tokens(100), max_model_len=2048, **room)
+    """As much as the worker takes, to the token; an error exactly where it takes nothing."""
+    worker, takes = pool_worker(num_packed, num_exact)
     with Stack(model_dir, worker) as stack:
         for words in ("short", "long " * 60):
+            messages = [{"role": "user", "content": words}]
+            num_prompt = stack.http.post("/tokenize", json={"messages": messages}).json()["count"]
             response = stack.chat(words, n=n)
-            if response.status_code == 400:
-                assert response.json()["error"]["param"] in ("n", "prompt")
+            if not takes(num_prompt, 1, n):
+                assert refused(response)["code"] == "prompt_too_large_for_pool"
+                param = "n" if takes(num_prompt, 1, 1) else "messages"
+                assert refused(response)["param"] == param
+                assert worker.submitted == []
                 continue
-            request = worker.submitted[-1]
-            waiting.check(request)
-            max_tokens = request.sampling.max_tokens
-            if request.num_prompt_tokens + max_tokens < 2048:  # as much as there is
-                longer = dataclasses.replace(request.sampling, max_tokens=max_tokens + 16)
-                with pytest.raises(PromptTooLargeForPool):
-                    waiting.check(dataclasses.replace(request, sampling=longer))
-            else:
-                assert num_packed == 5000
+            assert response.status_code == 200, response.text
+            request = worker.submitted.pop()
+            assert request.num_prompt_tokens == num_prompt
+            assert takes(num_prompt, request.sampling.max_tokens, n)
+            assert not takes(num_prompt, request.sampling.max_tokens + 1, n)
+
+
+@pytest.mark.parametrize(("num_packed", "num_exact"), POOLS[1:])
+def test_a_worker_of_before_is_asked_for_no_more_than_it_has(
+    model_dir: Path, num_packed: int, num_exact: int
+) -> None:
+    worker, takes = pool_worker(num_packed, num_exact, is_old=True)
+    with Stack(model_dir, worker) as stack:
+        for n in (2, 3):
+            assert stack.chat("short", n=n).status_code == 200
+            request = worker.submitted.pop()
+            assert takes(request.num_prompt_tokens, request.sampling.max_tokens, n)
+            assert request.sampling.max_tokens > 8
 
 
 # --- parameters -----------------------------------------------------------------------------------

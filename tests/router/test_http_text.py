@@ -20,7 +20,7 @@ STORY = "Once upon a time there was a llama that sang all day, and the whole val
 @pytest.fixture(scope="module")
 def story(model_dir: Path, tokenizer: Tokenizer) -> Iterator[Stack]:
     """A model that always tells the same story."""
-    ids = tokenizer._encode(STORY, False)
+    ids = tokenizer.encode_words(STORY)
     with Stack(model_dir, FakeWorker(script=tokens(*ids))) as running:
         yield running
 
@@ -67,7 +67,7 @@ def test_b01_two_stops_one_a_prefix_of_the_other(story: Stack) -> None:
 def test_b02_completion_tokens_count_the_token_that_matched(
     story: Stack, tokenizer: Tokenizer
 ) -> None:
-    ids = tokenizer._encode(STORY, False)
+    ids = tokenizer.encode_words(STORY)
     text = tokenizer.decode(ids[:7])
     stop = tokenizer.decode([ids[7]])[1:3]
     _, reason, num_tokens = both_ways(story, stop=text[-1] + " " + stop, max_tokens=60)
@@ -95,7 +95,7 @@ def test_include_stop_str_in_output(story: Stack) -> None:
 
 
 def test_stop_token_ids_end_without_their_text(story: Stack, tokenizer: Tokenizer) -> None:
-    ids = tokenizer._encode(STORY, False)
+    ids = tokenizer.encode_words(STORY)
     text, reason, num = both_ways(story, stop_token_ids=[ids[3]], max_tokens=60)
     assert (text, reason, num) == (tokenizer.decode(ids[:3]), "stop", 4)
     text, _, _ = both_ways(

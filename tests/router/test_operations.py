@@ -241,15 +241,8 @@ def burst(stack: Stack, worker: FakeWorker) -> Counter[int]:
         assert refused.status_code == 429
         assert int(refused.headers["retry-after"]) >= 1
         assert refused.json()["error"]["code"] == "overloaded"
-        worker.admits = True
-        stack.call(admit_all, worker)
+        stack.call(worker.admit_all)
         return Counter(f.result().status_code for f in asked)
-
-
-async def admit_all(worker: FakeWorker) -> None:
-    for session in worker._sessions:
-        for request in worker.submitted:
-            await worker._admit(session, request)
 
 
 # --- draining -------------------------------------------------------------------------------------

@@ -109,7 +109,7 @@ def test_events_that_make_no_sense_exclude_the_worker_until_they_do(
         fleet = stack.router.service.fleet
         stack.do(lambda: worker.tell(KvEvents(sequence=0, stored=stored, is_snapshot=True)))
         stack.until(lambda: any(reason in each for each in fleet.reasons()))
-        worker._told.clear()
+        worker.forget_told()
         worker.set_state(blocks=PoolLoad(total=100, free=100, cached=0, held=0))
         stack.do(lambda: worker.tell(snapshot(names(PROMPT))))
         stack.until(lambda: len(fleet.prefix_index) == 25)
@@ -165,11 +165,11 @@ def test_a_chain_is_hashed_once_and_only_as_far_as_somebody_holds_it() -> None:
     book = HashBook(fleet)
     (chain,) = book.hashes(request(4000))
     assert book.hits([chain]) == {0: 160}
-    assert len(chain._known) == 11
-    first = chain._known[0]
+    assert chain.num_known == 11
+    first = next(iter(chain))
     fleet.cache_changed("c", KvEvents(sequence=1, stored=b"".join(names(list(range(320))))))
     assert book.hits([chain]) == {0: 320}
-    assert chain._known[0] is first
+    assert next(iter(chain)) is first
 
 
 def test_a_large_prompt_is_hashed_beforehand() -> None:
@@ -177,7 +177,8 @@ def test_a_large_prompt_is_hashed_beforehand() -> None:
     large = request(LARGE_TOKENS + 10_000)
     asyncio.run(book.prepare(large.token_ids, ""))
     chains = book.hashes(large)
-    assert [len(chain._known) for chain in chains] == [1501]
+    assert [chain.num_known for chain in chains] == [1501]
     assert book.hits(chains) == {0: 24_000}
-    assert book.hashes(large)[0] is not chains[0], "what was prepared is used once"
-    assert book._prepared == {}
+    (again,) = book.hashes(large)
+    assert again is not chains[0], "what was prepared is used once"
+    assert again.num_known == 0

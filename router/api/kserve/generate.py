@@ -35,28 +35,7 @@ class Generate(GenerateEndpoint):
         await super().answer(exchange, scope)
 
     def read(self, body: Body, vocabulary: Vocabulary) -> Ask:
-        fields = body.fields
-        text = fields.text("text_input")
-        if text is None:
-            raise InvalidRequest("text_input is required", param="text_input")
-        fields.text("id")
-        parameters = fields.object("parameters") or {}
-        given = fields.rest()
-        twice = sorted(given.keys() & parameters.keys())
-        if twice:
-            raise InvalidRequest(f"{twice[0]} is given twice", param=twice[0])
-        sampling = Fields(given | parameters)
-        stream = sampling.boolean("stream", self.streams)
-        if stream and not self.streams:
-            raise InvalidRequest("use generate_stream for a stream", param="stream")
-        refuse_unanswered(sampling)
-        options = read_completion_options(sampling, vocabulary, NAMES)
-        sampling.finish()
-        return Ask(
-            prompt=Texts([text]),
-            options=dataclasses.replace(options, stream=stream),
-            default_max_tokens=DEFAULT_COMPLETION_TOKENS,
-        )
+        return read_generate(body.fields, vocabulary, streams=self.streams)
 
     def error_body(self, error: TandemError) -> bytes:
         return kserve_error(error)
@@ -71,6 +50,30 @@ class Generate(GenerateEndpoint):
 class GenerateStream(Generate):
     path = "/v2/models/generate_stream"
     streams = True
+
+
+def read_generate(fields: Fields, vocabulary: Vocabulary, *, streams: bool = False) -> Ask:
+    text = fields.text("text_input")
+    if text is None:
+        raise InvalidRequest("text_input is required", param="text_input")
+    fields.text("id")
+    parameters = fields.object("parameters") or {}
+    given = fields.rest()
+    twice = sorted(given.keys() & parameters.keys())
+    if twice:
+        raise InvalidRequest(f"{twice[0]} is given twice", param=twice[0])
+    sampling = Fields(given | parameters)
+    stream = sampling.boolean("stream", streams)
+    if stream and not streams:
+        raise InvalidRequest("use generate_stream for a stream", param="stream")
+    refuse_unanswered(sampling)
+    options = read_completion_options(sampling, vocabulary, NAMES)
+    sampling.finish()
+    return Ask(
+        prompt=Texts([text]),
+        options=dataclasses.replace(options, stream=stream),
+        default_max_tokens=DEFAULT_COMPLETION_TOKENS,
+    )
 
 
 class GenerateFormat:

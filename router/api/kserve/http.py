@@ -156,22 +156,26 @@ class ModelInfer(GenerateEndpoint):
         return Body(fields, data[int(length) :])
 
     def read(self, body: Body, vocabulary: Vocabulary) -> Ask:
-        fields = body.fields
-        fields.text("id")
-        parameters = fields.object("parameters") or {}
-        tensors = _tensors(fields.take("inputs"), body.binary)
-        _wanted(fields.take("outputs"))
-        fields.finish()
-        ask = read_infer(tensors, parameters, vocabulary)
-        if ask.options.stream:
-            raise InvalidRequest("ModelInfer over HTTP does not stream", param="stream")
-        return ask
+        return read_body(body, vocabulary)
 
     def format(self, answering: Answering, fields: Fields) -> Format:
         return InferFormat(answering, fields.text("id"), _wanted(fields.take("outputs")))
 
     def error_body(self, error: TandemError) -> bytes:
         return kserve_error(error)
+
+
+def read_body(body: Body, vocabulary: Vocabulary) -> Ask:
+    fields = body.fields
+    fields.text("id")
+    parameters = fields.object("parameters") or {}
+    tensors = _tensors(fields.take("inputs"), body.binary)
+    _wanted(fields.take("outputs"))
+    fields.finish()
+    ask = read_infer(tensors, parameters, vocabulary)
+    if ask.options.stream:
+        raise InvalidRequest("ModelInfer over HTTP does not stream", param="stream")
+    return ask
 
 
 class InferFormat(Unstreamed):
