@@ -211,9 +211,9 @@ class DecodeService:
                     self._events.record("ended", request_id=request_id)
                     self._idle.set()
                     self.watch.changed(can_wait=True)
-                case NoteFirstTokens(request_id=request_id, num_missing=num_missing):
+                case NoteFirstTokens(request_id=request_id, num_missing=missing):
                     self._events.record(
-                        "first_tokens_arrived", request_id=request_id, missing=num_missing
+                        "first_tokens_arrived", request_id=request_id, missing=missing
                     )
                 case NotePulled(request_id=request_id, exposed_s=exposed_s):
                     self._metrics.exposed.observe(exposed_s)

@@ -107,12 +107,11 @@ class DecodeHost(Host):
             self._perform(self._core.receive(self._router, message, self.events.now))
             return
         self.settle()
-        match message:
-            case Submit(request=request):
-                self._submit(request)
-            case _:
-                self._note_local_prefill(message)
-                self._perform(self._core.receive(self._router, message, self.events.now))
+        if isinstance(message, Submit):
+            self._submit(message.request)
+        else:
+            self._note_local_prefill(message)
+            self._perform(self._core.receive(self._router, message, self.events.now))
         self._flush()
         self._wake()
 
@@ -126,10 +125,10 @@ class DecodeHost(Host):
             self._outbox.append(Failed.of(request.request_id, error))
 
     def _note_local_prefill(self, message: object) -> None:
-        match message:
-            case Route(request_id=request_id, prefill=None):
-                if self._scheduler.is_waiting_for_route(request_id):
-                    self._clients[request_id].record.num_local_prefills += 1
+        if not isinstance(message, Route) or message.prefill is not None:
+            return
+        if self._scheduler.is_waiting_for_route(message.request_id):
+            self._clients[message.request_id].record.num_local_prefills += 1
 
     def _places_freed(self) -> None:
         """A prompt under way for so long has no place any more: others may come in."""
@@ -174,11 +173,8 @@ class DecodeHost(Host):
         self._flush()
         if plan is None:
             return
-        seconds = 0.0
-        if plan.num_tokens:
-            seconds = self.setup.costs.step_s(
-                StepShape.of(plan, self._scheduler.num_context_tokens)
-            )
+        shape = StepShape.of(plan, self._scheduler.num_context_tokens)
+        seconds = self.setup.costs.step_s(shape) if plan.num_tokens else 0.0
         self._step_ends_at = self._run(plan, now, seconds)
 
     def _begin_stretch(self, now: float) -> bool:
