@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 from common.errors import TandemError
 from common.messages import (
-    ChunkBudget,
     Failed,
     FirstTokens,
     GenerateRequest,
@@ -39,7 +38,6 @@ from simulator.clients import Clients
 from simulator.events import EventQueue
 from simulator.host import LATENCY_S, MODEL_FINGERPRINT, Host, WorkerSetup, sampled
 from simulator.prefill_host import PrefillHost
-from worker.watch import Load
 
 MAX_STRETCH = 64
 """Steps advanced at once; a message in between makes the rest of them worthless."""
@@ -79,7 +77,7 @@ class DecodeHost(Host):
         at_once: bool,
     ) -> None:
         super().__init__(setup, order, events)
-        self._core = _core_of(setup, self.cache, self.incarnation)
+        self._core: DecodeCore = _core_of(setup, self.cache, self.incarnation)
         self._scheduler = self._core.scheduler
         self._router = self._core.open_session()
         self._clients = clients
@@ -91,21 +89,12 @@ class DecodeHost(Host):
         self._step_ends_at = 0.0
         self._outbox: list[object] = []
 
-    def check_invariants(self) -> None:
-        self._core.check_invariants()
-
-    def _load(self) -> Load:
-        return self._core.load()
-
     def token_of(self, request_id: RequestId) -> int:
         return self._clients[request_id].token_id
 
     # --- messages from the router -----------------------------------------------------------------
 
     def hear(self, message: object) -> None:
-        if isinstance(message, ChunkBudget):  # no matter to the steps under way
-            self._perform(self._core.receive(self._router, message, self.events.now))
-            return
         self.settle()
         if isinstance(message, Submit):
             self._submit(message.request)
