@@ -28,7 +28,7 @@ from simulator.costs import BANDWIDTH_EFFICIENCY, COMPUTE_EFFICIENCY
 from simulator.deployment import Deployment, GpuSite
 from simulator.hardware import gpu_named, model_named
 from simulator.host import WorkerSetup
-from simulator.simulation import simulate
+from simulator.simulation import Simulation
 from simulator.workload import Workload, lognormal, poisson
 
 PROMPTS = (128, 512, 2048, 8192, 32768)
@@ -130,7 +130,7 @@ def goodput(
 ) -> float:
     workload = load_of(cell, seed, share)
 
-    outcome = simulate(workers_of(deployment), workload, policy=policy, itl_target_s=ITL_S)
+    outcome = Simulation(workers_of(deployment), workload, policy=policy, itl_target_s=ITL_S).run()
     num_good = sum(
         record.meets(ttft_target_s(record.prompt_tokens), ITL_S) for record in outcome.records
     )

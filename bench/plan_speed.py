@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from simulator.costs import BANDWIDTH_EFFICIENCY, COMPUTE_EFFICIENCY
 from simulator.deployment import Deployment, GpuSite
 from simulator.hardware import gpu_named, model_named
-from simulator.simulation import simulate
+from simulator.simulation import Simulation
 from simulator.workload import lognormal, poisson
 
 NUM_REQUESTS = 10_000
@@ -60,7 +60,7 @@ def measure(deployment: Deployment, num_requests: int) -> Row:
         seed=0,
     )
     began = time.process_time()
-    outcome = simulate(site.workers(deployment), workload)
+    outcome = Simulation(site.workers(deployment), workload).run()
     cpu_s = time.process_time() - began
     assert len(outcome.finished) == num_requests
     return Row(

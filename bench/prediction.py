@@ -31,7 +31,7 @@ from simulator.costs import READ_LATENCY_S, FittedCosts
 from simulator.deployment import AUTO, Deployment, page_layout
 from simulator.fit import save
 from simulator.host import WorkerSetup
-from simulator.simulation import simulate
+from simulator.simulation import Simulation
 from simulator.workload import closed_loop, fixed
 
 FIT_LOADS = ((32, 24, 8, 16), (256, 32, 4, 8), (1024, 24, 3, 6), (96, 40, 6, 12), (600, 16, 1, 3))
@@ -77,7 +77,7 @@ def measure(name: str, arguments: tuple[str, ...]) -> Row:
         prompts = [random_prompt(PROMPT, 9000 + seed) for seed in range(NUM_REQUESTS)]
         seen, wall_s = run_load(served.url, served.model, prompts, OUTPUT, AT_ONCE)
     workers = [setup(Role(role), times[role]) for role in times]
-    predicted = simulate(
+    predicted = Simulation(
         workers,
         closed_loop(
             num_requests=NUM_REQUESTS,
@@ -87,7 +87,7 @@ def measure(name: str, arguments: tuple[str, ...]) -> Row:
             seed=0,
         ),
         policy=Predicting,
-    )
+    ).run()
     return Row(
         fleet=name,
         ttft_s=(median(request.ttft_s for request in seen), predicted.ttft(0.5)),

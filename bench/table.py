@@ -50,7 +50,7 @@ from simulator.costs import Roofline
 from simulator.deployment import AUTO, Deployment, page_layout, worker_setups
 from simulator.hardware import gpu_named, model_named
 from simulator.records import Gaps, Record
-from simulator.simulation import simulate
+from simulator.simulation import Simulation
 from simulator.workload import closed_loop, fixed, uniform
 
 GPU, TP = "h100", 4
@@ -192,7 +192,7 @@ def simulated(system: System, compute: float, bandwidth: float) -> Column:
         output=uniform(OUTPUT // 2, OUTPUT + OUTPUT // 2),
         seed=0,
     )
-    outcome = simulate(workers, load, keep_tokens=True)
+    outcome = Simulation(workers, load, keep_tokens=True).run()
     assert len(outcome.finished) == NUM_SIMULATED
     # neither the rush at the beginning nor the emptying at the end
     steady = outcome.records[AT_ONCE : NUM_SIMULATED - AT_ONCE]

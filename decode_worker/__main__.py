@@ -4,8 +4,6 @@ transport.
 
 import logging
 
-from anyio.abc import TaskGroup
-
 from common.internal_tls import InternalTls
 from common.rpc import connect
 from common.scheduling.block_hash import HashRoots
@@ -28,7 +26,7 @@ def run(config: WorkerConfig) -> int:
     return run_worker(config, assemble)
 
 
-async def assemble(parts: Parts, group: TaskGroup) -> Assembly:
+async def assemble(parts: Parts) -> Assembly:
     config = parts.config
     is_colocated = config.role == "colocated"
     scheduler = BatchScheduler(

@@ -88,9 +88,7 @@ class BatchScheduler:
 
     @property
     def num_queued_tokens(self) -> int:
-        """Prompt tokens that are to be computed here. Where those of waiting requests will be is
-        not known yet, unless the worker is colocated.
-        """
+        """Prompt tokens to be computed here; those of waiting requests where it is known."""
         waiting = self._admission.waiting.num_tokens if self._is_colocated else 0
         return self._queue.num_queued_tokens + waiting
 
@@ -131,9 +129,7 @@ class BatchScheduler:
         self._admission.waiting.add(self._requests.add(request, token_ids, chain, now))
 
     def admit(self, now: float) -> list[Admitted]:
-        """Gives waiting requests their blocks, in the order of the line. One whose deadline has
-        passed ends instead; the next `plan` tells.
-        """
+        """Blocks for waiting requests, in their order; the next `plan` tells whose time is up."""
         return [self._admitted(entry) for entry in self._admission.let_in(now)]
 
     def _admitted(self, entry: Entry) -> Admitted:
@@ -190,9 +186,7 @@ class BatchScheduler:
         self._flights.unpin(pin)
 
     def landed(self, request_id: RequestId, num_leading: int) -> None:
-        """The first `num_leading` blocks of the prompt (an open last one counted) are in the
-        pool.
-        """
+        """The prompt's first `num_leading` blocks (an open last one counted) are in the pool."""
         entry = self._requests[request_id]
         assert entry.table is not None
         num_full = min(num_leading, entry.num_tokens // self._cache.block_size)
@@ -207,9 +201,7 @@ class BatchScheduler:
     # --- steps ---------------------------------------------------------------------------------
 
     def plan(self, now: float) -> tuple[StepPlan | None, Facts]:
-        """The next step, if there is anything to do, and what was evicted for it. At most
-        `MAX_IN_FLIGHT` are under way at a time.
-        """
+        """The next step, if there is anything to do; at most `MAX_IN_FLIGHT` are under way."""
         facts = Facts()
         self._requests.run_late_arrivals()
         self._requests.fail_expired(facts)
@@ -276,9 +268,7 @@ class BatchScheduler:
     # --- going out -----------------------------------------------------------------------------
 
     def abort(self, request_id: RequestId) -> None:
-        """Forgets a request in whatever state. Its pages are free when nothing names them any more:
-        no step under way, no landing.
-        """
+        """Forgets a request in whatever state. Pages come free when nothing names them any more."""
         entry = self._requests.get(request_id)
         if entry is not None:
             self._requests.end(entry, Facts())

@@ -211,9 +211,9 @@ class DecodeService:
                     self._events.record("ended", request_id=request_id)
                     self._idle.set()
                     self.watch.changed(can_wait=True)
-                case NoteFirstTokens(request_id=request_id, num_missing=num_missing):
+                case NoteFirstTokens(request_id=request_id, num_missing=missing):
                     self._events.record(
-                        "first_tokens_arrived", request_id=request_id, missing=num_missing
+                        "first_tokens_arrived", request_id=request_id, missing=missing
                     )
                 case NotePulled(request_id=request_id, exposed_s=exposed_s):
                     self._metrics.exposed.observe(exposed_s)
@@ -231,15 +231,7 @@ class DecodeService:
     # --- sessions ------------------------------------------------------------------------------
 
     async def _serve_session(self, stream: Stream) -> None:
-        hello = await stream.receive()
-        if not isinstance(hello, Hello):
-            raise MalformedMessage("a Session stream starts with Hello")
-        if hello.protocol != PROTOCOL_VERSION:
-            raise MalformedMessage(
-                f"protocol {hello.protocol}, this worker speaks {PROTOCOL_VERSION}"
-            )
-        if hello.incarnation != self._identity.incarnation:
-            raise NotReady("this worker was restarted: watch it anew")
+        _check(await stream.receive(), self._identity.incarnation)
         arrivals = Arrivals(self._identity.vocab_size, self._device.prepare)
         session = _Session(self._core.open_session(), arrivals)
         self._sessions[session.id] = session
@@ -331,3 +323,12 @@ class DecodeService:
         self._of_requests.submitted(request.request_id, request.sampling.n, now)
         self._events.record("submitted", request_id=request.request_id, num_tokens=len(token_ids))
         self.wake()
+
+
+def _check(hello: object, incarnation: str) -> None:
+    if not isinstance(hello, Hello):
+        raise MalformedMessage("a Session stream starts with Hello")
+    if hello.protocol != PROTOCOL_VERSION:
+        raise MalformedMessage(f"protocol {hello.protocol}, this worker speaks {PROTOCOL_VERSION}")
+    if hello.incarnation != incarnation:
+        raise NotReady("this worker was restarted: watch it anew")

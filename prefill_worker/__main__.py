@@ -1,7 +1,5 @@
 """A prefill worker's wiring."""
 
-from anyio.abc import TaskGroup
-
 from common.scheduling.block_hash import HashRoots
 from kvtransfer.nixl_transport import NixlTransport
 from prefill_worker.core import PrefillCore
@@ -14,7 +12,7 @@ def run(config: WorkerConfig) -> int:
     return run_worker(config, assemble)
 
 
-async def assemble(parts: Parts, group: TaskGroup) -> Assembly:
+async def assemble(parts: Parts) -> Assembly:
     transport = NixlTransport(parts.identity.incarnation, parts.runner.pool, parts.runner.landing)
     await transport.open()
     core = PrefillCore(

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 from common.errors import TandemError
 from common.messages import (
-    ChunkBudget,
     Failed,
     FirstTokens,
     GenerateRequest,
@@ -39,7 +38,6 @@ from simulator.clients import Clients
 from simulator.events import EventQueue
 from simulator.host import LATENCY_S, MODEL_FINGERPRINT, Host, WorkerSetup, sampled
 from simulator.prefill_host import PrefillHost
-from worker.watch import Load
 
 MAX_STRETCH = 64
 """Steps advanced at once; a message in between makes the rest of them worthless."""
@@ -79,7 +77,7 @@ class DecodeHost(Host):
         at_once: bool,
     ) -> None:
         super().__init__(setup, order, events)
-        self._core = _core_of(setup, self.cache, self.incarnation)
+        self._core: DecodeCore = _core_of(setup, self.cache, self.incarnation)
         self._scheduler = self._core.scheduler
         self._router = self._core.open_session()
         self._clients = clients
@@ -91,28 +89,18 @@ class DecodeHost(Host):
         self._step_ends_at = 0.0
         self._outbox: list[object] = []
 
-    def check_invariants(self) -> None:
-        self._core.check_invariants()
-
-    def _load(self) -> Load:
-        return self._core.load()
-
     def token_of(self, request_id: RequestId) -> int:
         return self._clients[request_id].token_id
 
     # --- messages from the router -----------------------------------------------------------------
 
     def hear(self, message: object) -> None:
-        if isinstance(message, ChunkBudget):  # no matter to the steps under way
-            self._perform(self._core.receive(self._router, message, self.events.now))
-            return
         self.settle()
-        match message:
-            case Submit(request=request):
-                self._submit(request)
-            case _:
-                self._note_local_prefill(message)
-                self._perform(self._core.receive(self._router, message, self.events.now))
+        if isinstance(message, Submit):
+            self._submit(message.request)
+        else:
+            self._note_local_prefill(message)
+            self._perform(self._core.receive(self._router, message, self.events.now))
         self._flush()
         self._wake()
 
@@ -126,10 +114,10 @@ class DecodeHost(Host):
             self._outbox.append(Failed.of(request.request_id, error))
 
     def _note_local_prefill(self, message: object) -> None:
-        match message:
-            case Route(request_id=request_id, prefill=None):
-                if self._scheduler.is_waiting_for_route(request_id):
-                    self._clients[request_id].record.num_local_prefills += 1
+        if not isinstance(message, Route) or message.prefill is not None:
+            return
+        if self._scheduler.is_waiting_for_route(message.request_id):
+            self._clients[message.request_id].record.num_local_prefills += 1
 
     def _places_freed(self) -> None:
         """A prompt under way for so long has no place any more: others may come in."""
@@ -174,11 +162,8 @@ class DecodeHost(Host):
         self._flush()
         if plan is None:
             return
-        seconds = 0.0
-        if plan.num_tokens:
-            seconds = self.setup.costs.step_s(
-                StepShape.of(plan, self._scheduler.num_context_tokens)
-            )
+        shape = StepShape.of(plan, self._scheduler.num_context_tokens)
+        seconds = self.setup.costs.step_s(shape) if plan.num_tokens else 0.0
         self._step_ends_at = self._run(plan, now, seconds)
 
     def _begin_stretch(self, now: float) -> bool:

@@ -36,8 +36,7 @@ class Gpu:
 GPUS = {
     gpu.name: gpu
     for gpu in (
-        # bf16, fp8, memory, its bandwidth, NVLink, NIC
-        #
+        # bf16, fp8, memory, its bandwidth, NVLink, NIC:
         # NVIDIA A100 80GB SXM data sheet (2021); it has no fp8. DGX A100 data sheet: HDR 200 Gb/s.
         Gpu("a100", 312 * TERA, 312 * TERA, 80 * GIGA, 2039 * GIGA, 300 * GIGA, NIC_200G),
         # NVIDIA H100 SXM data sheet (2023), its peaks halved (they count sparsity). DGX H100:

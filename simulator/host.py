@@ -1,7 +1,7 @@
 """What the simulated workers share: their set-up, their state as the router is told it, links.
 
-A host stands in a worker's service's place: messages come in, the worker's own scheduler decides, a
-step takes as long as the cost model says. `events` orders everything.
+A host stands in a worker's service's place: messages come in, the worker's own core decides, a step
+takes as long as the cost model says. `events` orders everything.
 """
 
 from collections.abc import Callable
@@ -14,6 +14,8 @@ from common.scheduling.kv_cache import KvCache
 from common.scheduling.plan import PageKind, StepPlan, StepResult
 from common.scheduling.step_time import StepTimes
 from common.types import Role
+from decode_worker.core import DecodeCore
+from prefill_worker.core import PrefillCore
 from simulator.costs import CostModel
 from simulator.events import EventQueue
 from simulator.records import WorkerRecord
@@ -46,7 +48,9 @@ class WorkerSetup:
 
 
 class Host:
-    """One worker. Subclasses hold the scheduler."""
+    """One worker. Subclasses make its core."""
+
+    _core: DecodeCore | PrefillCore
 
     def __init__(self, setup: WorkerSetup, order: int, events: EventQueue) -> None:
         self.setup = setup
@@ -92,10 +96,10 @@ class Host:
         """Brings the host's state up to now."""
 
     def check_invariants(self) -> None:
-        raise NotImplementedError
+        self._core.check_invariants()
 
     def _load(self) -> Load:
-        raise NotImplementedError
+        return self._core.load()
 
     def _to(self, call: Callable[..., None], *arguments: object) -> None:
         """A message to another process."""

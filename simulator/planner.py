@@ -12,7 +12,7 @@ from typing import Final
 from common.errors import ConfigError
 from simulator.deployment import Deployment, Site, kv_concurrency
 from simulator.records import Outcome
-from simulator.simulation import simulate
+from simulator.simulation import Simulation
 from simulator.workload import Workload
 
 TARGET_SHARE: Final = 0.9
@@ -139,7 +139,7 @@ class Planner:
                 f"simulating {deployment.shape}, chunks {deployment.chunk}, {deployment.codec}"
             )
             workers = self._site.workers(deployment)
-            outcome = simulate(workers, self._workload, itl_target_s=self._targets.itl_s)
+            outcome = Simulation(workers, self._workload, itl_target_s=self._targets.itl_s).run()
             self._rows[deployment] = row_of(
                 deployment,
                 outcome,

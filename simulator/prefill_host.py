@@ -30,7 +30,7 @@ class _Handoff:
 class PrefillHost(Host):
     def __init__(self, setup: WorkerSetup, order: int, events: EventQueue) -> None:
         super().__init__(setup, order, events)
-        self._core = PrefillCore(
+        self._core: PrefillCore = PrefillCore(
             self.cache,
             roots=HashRoots(MODEL_FINGERPRINT, setup.layout.block_size),
             chunk_tokens=setup.chunk_tokens,
@@ -40,9 +40,6 @@ class PrefillHost(Host):
         self._handoffs: dict[OutputKey, _Handoff] = {}
         self._keys: dict[int, OutputKey] = {}
         """By the pull's id."""
-
-    def check_invariants(self) -> None:
-        self._core.check_invariants()
 
     def _load(self) -> Load:
         """With the step times that a worker would have measured long ago."""

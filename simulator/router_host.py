@@ -51,11 +51,9 @@ class _NoStream:
     async def receive(self) -> object | None:
         raise AssertionError("a simulated session has no stream")
 
-    async def finish(self) -> None:
-        return None
+    async def finish(self) -> None: ...
 
-    def cancel(self) -> None:
-        return None
+    def cancel(self) -> None: ...
 
 
 class _Client(Inbox):

@@ -1,6 +1,6 @@
 """A fleet and a workload, from the first arrival to the last token.
 
-    outcome = simulate([prefill, decode], workload)
+    outcome = Simulation([prefill, decode], workload).run()
 
 The router, the schedulers, the prefix caches and the hand-off are the product's own objects; only
 how long a step and a transfer take comes from the workers' cost models.
@@ -20,40 +20,21 @@ from simulator.router_host import RouterHost
 from simulator.workload import SimulatedRequest, Workload
 
 
-def simulate(
-    workers: Sequence[WorkerSetup],
-    workload: Workload,
-    *,
-    policy: Callable[[], RoutingPolicy] = Predicting,
-    itl_target_s: float | None = None,
-    at_once: bool = True,
-    keep_tokens: bool = False,
-) -> Outcome:
-    """`itl_target_s` is what the router is told with --itl-target. `at_once` False takes every step
-    by itself: the same results, more slowly. `keep_tokens` keeps the instant of every token in the
-    records.
-    """
-    return Simulation(
-        workers,
-        workload,
-        policy=policy(),
-        itl_target_s=itl_target_s,
-        at_once=at_once,
-        keep_tokens=keep_tokens,
-    ).run()
-
-
 class Simulation:
     def __init__(
         self,
         workers: Sequence[WorkerSetup],
         workload: Workload,
         *,
-        policy: RoutingPolicy,
+        policy: Callable[[], RoutingPolicy] = Predicting,
         itl_target_s: float | None = None,
         at_once: bool = True,
         keep_tokens: bool = False,
     ) -> None:
+        """`itl_target_s` is what the router is told with --itl-target. `at_once` False takes every
+        step by itself: the same results, more slowly. `keep_tokens` keeps the instant of every
+        token in the records.
+        """
         self.events = EventQueue()
         self._requests = iter(workload.requests)
         self._concurrency = workload.concurrency
@@ -62,7 +43,9 @@ class Simulation:
         self._records: list[Record] = []
         self._gaps = Gaps()
         self._sources: dict[str, PrefillHost] = {}
-        self.router = RouterHost(self.events, policy, itl_target_s=itl_target_s, on_end=self._ended)
+        self.router = RouterHost(
+            self.events, policy(), itl_target_s=itl_target_s, on_end=self._ended
+        )
         self.hosts = [self._host(setup, order, at_once) for order, setup in enumerate(workers)]
         for host in self.hosts:
             self.router.add(host)

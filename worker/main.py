@@ -1,9 +1,8 @@
 """The part of a worker process that both roles share: open the engine and the network, serve,
 drain, close.
 
-prefill_worker/__main__.py, decode_worker/__main__.py: assemble(parts, group) -> service       the
-wiring run_worker(config, assemble)
-the frame
+prefill_worker/__main__.py, decode_worker/__main__.py: assemble(parts) -> service     the wiring
+run_worker(config, assemble)                                               the frame
 """
 
 import logging
@@ -13,7 +12,6 @@ from dataclasses import dataclass
 from typing import IO, Protocol
 
 import anyio
-from anyio.abc import TaskGroup
 
 from common.addresses import join_address, split_address
 from common.clock import Clock, MonotonicClock
@@ -124,7 +122,7 @@ def context_of(parts: Parts, steps: Steps) -> WorkerContext:
     )
 
 
-Assemble = Callable[[Parts, TaskGroup], Awaitable[Assembly]]
+Assemble = Callable[[Parts], Awaitable[Assembly]]
 
 
 def run_worker(config: WorkerConfig, assemble: Assemble) -> int:
@@ -229,7 +227,7 @@ def layout_text(config: WorkerConfig, runner: ModelRunner) -> str:
 async def _serve(config: WorkerConfig, parts: Parts, assemble: Assemble, ending: "_Ending") -> None:
     """Until a signal (or the worker gives up), then until drained or `drain_s` have passed."""
     async with anyio.create_task_group() as group:
-        assembly = await assemble(parts, group)
+        assembly = await assemble(parts)
         tls = InternalTls.of(config.internal_tls)
         credentials = None if tls is None else tls.server_credentials()
         server = await serve(

@@ -12,7 +12,7 @@ from common.types import Role
 from router.fleet.routing import LeastLoaded, Predicting
 from simulator.host import LATENCY_S
 from simulator.records import Outcome
-from simulator.simulation import Simulation, simulate
+from simulator.simulation import Simulation
 from simulator.workload import (
     SimulatedRequest,
     Span,
@@ -43,7 +43,7 @@ def check_finished(outcome: Outcome) -> None:
 
 
 def test_one_request_takes_what_its_steps_and_messages_take() -> None:
-    outcome = simulate([worker(C)], one(200, 5), keep_tokens=True)
+    outcome = Simulation([worker(C)], one(200, 5), keep_tokens=True).run()
     check_finished(outcome)
     times = outcome.records[0].token_times
     assert times is not None
@@ -61,7 +61,7 @@ def test_a_handed_over_prompt_is_read_chunk_by_chunk_while_the_next_is_computed(
     slow_link = replace(COSTS, read_byte_s=2e-8)
     setups = [worker(P), worker(D, costs=slow_link)]
     policy = LeastLoaded
-    outcome = simulate(setups, one(1024, 5), policy=policy, keep_tokens=True)
+    outcome = Simulation(setups, one(1024, 5), policy=policy, keep_tokens=True).run()
     check_finished(outcome)
     record = outcome.records[0]
     prefill = sum(TIMES.prefill_s(start, 256, 256) for start in range(0, 1024, 256))
@@ -78,7 +78,7 @@ def test_a_handed_over_prompt_is_read_chunk_by_chunk_while_the_next_is_computed(
 
 
 def test_a_request_whose_first_token_is_its_last_ends_at_the_prefill_worker() -> None:
-    outcome = simulate([worker(P), worker(D)], one(300, 1), policy=LeastLoaded)
+    outcome = Simulation([worker(P), worker(D)], one(300, 1), policy=LeastLoaded).run()
     check_finished(outcome)
     assert outcome.workers[1].num_steps == 0
 
@@ -89,7 +89,7 @@ def test_a_prompt_seen_before_is_not_computed_again() -> None:
         SimulatedRequest(arrival_s=float(i), prompt=(*shared, Span(10_000 + i, 1)), output_tokens=4)
         for i in range(3)
     )
-    outcome = simulate([worker(C)], Workload(requests=requests))
+    outcome = Simulation([worker(C)], Workload(requests=requests)).run()
     check_finished(outcome)
     assert [record.num_cached_tokens for record in outcome.records] == [0, 640, 640]
     assert outcome.workers[0].num_prompt_tokens == 641 + 1 + 1
@@ -99,7 +99,7 @@ def test_a_closed_loop_keeps_so_many_at_once() -> None:
     load = closed_loop(
         num_requests=30, concurrency=5, prompt=fixed(100), output=uniform(5, 20), seed=3
     )
-    outcome = simulate([worker(C)], load)
+    outcome = Simulation([worker(C)], load).run()
     check_finished(outcome)
     events = [(r.arrival_s, 1) for r in outcome.records]
     events += [(r.last_token_s, -1) for r in outcome.records]
@@ -111,7 +111,7 @@ def test_a_closed_loop_keeps_so_many_at_once() -> None:
 
 
 def test_a_prompt_longer_than_the_context_ends_in_an_error() -> None:
-    outcome = simulate([worker(C)], one(8000, 500))
+    outcome = Simulation([worker(C)], one(8000, 500)).run()
     assert outcome.records[0].error == "context_length_exceeded"
     assert not outcome.records[0].has_finished
 
@@ -120,7 +120,7 @@ def test_evicted_requests_are_submitted_anew_and_finish() -> None:
     load = closed_loop(
         num_requests=40, concurrency=20, prompt=fixed(120), output=uniform(200, 400), seed=5
     )
-    outcome = simulate([worker(C, num_packed=200)], load)
+    outcome = Simulation([worker(C, num_packed=200)], load).run()
     check_finished(outcome)
     assert sum(record.num_retries for record in outcome.records) > 0
 
@@ -150,7 +150,7 @@ def test_steps_taken_at_once_are_what_they_would_be_one_by_one(name: str, is_aut
     )
     seen = []
     for at_once in (True, False):
-        simulation = Simulation(setups, load, policy=policy(), at_once=at_once, keep_tokens=True)
+        simulation = Simulation(setups, load, policy=policy, at_once=at_once, keep_tokens=True)
         outcome = simulation.run()
         check_finished(outcome)
         for host in simulation.hosts:
