@@ -311,7 +311,7 @@ def test_the_smallest_budget_of_all_sessions_holds() -> None:
     core = Core()
     other = core.open_session()
     told: list[int | None] = []
-    core.scheduler.set_chunk_budget = told.append  # type: ignore[method-assign]
+    core.scheduler.set_chunk_budget = told.append  # type: ignore[method-assign,assignment]
     core.receive(core.router, ChunkBudget(max_tokens=64), 0.0)
     core.receive(other, ChunkBudget(max_tokens=16), 0.0)
     core.close_session(other)
