@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from common.errors import PullFailed
-from common.messages import LinkReply
+from common.handoff_messages import LinkReply
 from common.scheduling.plan import PageKind
 from kvtransfer.transport import PageRead, PoolAddress, ReadEnd
 

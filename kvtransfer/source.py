@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from common.errors import TandemError
-from common.messages import FirstTokens, PagesReady
+from common.handoff_messages import FirstTokens, PagesReady
 from common.scheduling.plan import PageKind
 from common.types import BlockId
 
