@@ -3,7 +3,7 @@
 `MemoryFabric` stands for the network: transports register their pools with it. Copies happen when
 the event loop runs the read, or when the test lets them: `hold` stops reads of a source (a frozen
 peer) until `resume`, `kill` ends them as disconnected, `alter` changes the next pages that are
-read. Used by tests and by the simulator.
+read. Used by tests.
 """
 
 import asyncio
