@@ -1,8 +1,7 @@
-"""One error tree. Each leaf knows its answer: code, HTTP status, gRPC status, whether a retry can
-help.
+"""One error tree. Each leaf knows its answer: code, HTTP status, gRPC status.
 
 Foreign exceptions are translated at the seam that meets them. An error crosses a process as its
-code and message (`to_wire`, `from_wire`) and is the same class again on the other side.
+code and message (`common.messages.Failed`); `from_code` makes the same class of it again.
 """
 
 from typing import ClassVar

@@ -15,7 +15,7 @@ from anyio.abc import TaskGroup
 
 from common.clock import Timer
 from common.errors import TandemError, WorkerLost
-from common.messages import PagesTaken
+from common.handoff_messages import PagesTaken
 from common.rpc import Stream
 from common.scheduling.plan import PageKind
 from common.types import RequestId

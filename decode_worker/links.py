@@ -12,7 +12,8 @@ import anyio
 
 from common.clock import Clock
 from common.errors import LayoutMismatch, MalformedMessage, PrefillLost, TandemError, WorkerLost
-from common.messages import PROTOCOL_VERSION, LinkReply, LinkRequest
+from common.handoff_messages import LinkReply, LinkRequest
+from common.messages import PROTOCOL_VERSION
 from common.pages import OFFSETS_FILE
 from common.rpc import Connect, Peer
 from common.scheduling.plan import PageKind

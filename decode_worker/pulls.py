@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from common.errors import MalformedMessage, PrefillLost, TandemError, WorkerLost
-from common.messages import (
+from common.handoff_messages import (
     FirstTokens,
     HandoffRequest,
     PagesReady,

@@ -22,7 +22,8 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from common.messages import Admitted, FirstTokens, GenerateRequest
+from common.handoff_messages import FirstTokens
+from common.messages import Admitted, GenerateRequest
 from common.scheduling.block_hash import HashChain
 from common.scheduling.kv_cache import KvCache
 from common.scheduling.plan import StepPlan, StepResult

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from common.errors import MalformedMessage, PageRefused, PrefillLost, PullFailed, TandemError
-from common.messages import PagesReady
+from common.handoff_messages import PagesReady
 from common.scheduling.plan import LandingMove
 from common.scheduling.prompt_pages import PromptPage
 from common.types import BlockId

@@ -3,7 +3,7 @@
 `MemoryFabric` stands for the network: transports register their pools with it. Copies happen when
 the event loop runs the read, or when the test lets them: `hold` stops reads of a source (a frozen
 peer) until `resume`, `kill` ends them as disconnected, `alter` changes the next pages that are
-read. Used by tests and by the simulator.
+read. Used by tests.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from common.errors import PullFailed
-from common.messages import LinkReply
+from common.handoff_messages import LinkReply
 from common.scheduling.plan import PageKind
 from kvtransfer.transport import PageRead, PoolAddress, ReadEnd
 

@@ -34,7 +34,7 @@ else:
     from nixl_cu12._api import nixl_agent, nixl_agent_config
 
 from common.errors import ConfigError, PullFailed
-from common.messages import LinkReply
+from common.handoff_messages import LinkReply
 from common.scheduling.plan import PageKind
 from kvtransfer.transport import PageRead, PoolAddress, ReadEnd
 

@@ -1,6 +1,6 @@
 """The hand-off as the prefill worker sees it. Facts in, actions out; one object per stream.
 
-    QUEUED/COMPUTING --PromptDone--> HANDING_OVER --all pages taken, or the peer finished--> ENDED
+    COMPUTING --PromptDone--> HANDING_OVER --all pages taken, or the peer finished--> ENDED
           any state --Lost, PromptLost--> ENDED
 
 The stream is the lease: pages are held from their announcement until the receiver took them or the
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from common.errors import TandemError
-from common.messages import FirstTokens, PagesReady
+from common.handoff_messages import FirstTokens, PagesReady
 from common.scheduling.plan import PageKind
 from common.types import BlockId
 

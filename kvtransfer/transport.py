@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Protocol
 
-from common.messages import LinkReply
+from common.handoff_messages import LinkReply
 from common.scheduling.plan import PageKind
 from common.types import BlockId
 from kvtransfer.landing import Slot

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.errors import MalformedMessage, PullFailed, TandemError
-from common.messages import FirstTokens, HandoffRequest, PagesReady, PagesTaken
+from common.handoff_messages import FirstTokens, HandoffRequest, PagesReady, PagesTaken
 from common.scheduling.block_hash import HashChain, HashRoots
 from common.scheduling.kv_cache import KvCache
 from common.scheduling.plan import StepPlan, StepResult

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from common.errors import ContextLengthExceeded, PromptTooLargeForPool, TandemError
-from common.messages import FirstTokens
+from common.handoff_messages import FirstTokens
 from common.scheduling.kv_cache import KvCache
 from common.scheduling.plan import PageKind, PrefillChunk, StepPlan, StepResult, TagOrder
 from common.scheduling.prompt_pages import PromptNames, PromptPage, prompt_pages

@@ -19,13 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.errors import Draining, MalformedMessage, PrefillLost, TandemError
-from common.messages import (
-    PROTOCOL_VERSION,
-    HandoffRequest,
-    LinkReply,
-    LinkRequest,
-    Working,
-)
+from common.handoff_messages import HandoffRequest, LinkReply, LinkRequest, Working
+from common.messages import PROTOCOL_VERSION
 from common.request_checks import checked_tokens
 from common.rpc import Handler, Stream
 from common.scheduling.plan import StepPlan

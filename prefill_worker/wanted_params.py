@@ -10,7 +10,8 @@ import anyio
 
 from common.clock import Clock
 from common.errors import MalformedMessage, PullFailed
-from common.messages import ShareParams, WantParams
+from common.handoff_messages import WantParams
+from common.messages import ShareParams
 from common.rpc import Stream
 from common.shared_params import LargeParams, SharedTable
 

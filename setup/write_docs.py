@@ -2,7 +2,7 @@
 
     .venv/bin/python -m setup.write_docs      (or: make docs)
 
-docs/options.md is made whole; tables between marks in docs/api.md and docs/metrics.md.
+docs/options.md and docs/architecture.svg are made whole; tables between marks in docs/api.md and docs/metrics.md.
 """
 
 import re
@@ -21,6 +21,7 @@ from router.admission.admission import Admission
 from router.fleet.fleet import Fleet
 from router.fleet.metrics import RouterMetrics
 from router.reading import protocols
+from setup.rooms_picture import picture
 from worker.metrics import WorkerMetrics
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
@@ -114,6 +115,7 @@ def pages() -> dict[Path, str]:
     """What each page should be."""
     return {
         DOCS / "options.md": options(),
+        DOCS / "architecture.svg": picture(),
         DOCS / "metrics.md": filled(DOCS / "metrics.md", metrics=metrics()),
         DOCS / "api.md": filled(
             DOCS / "api.md", limits=limits.table(), protocols=protocols.table()

@@ -12,16 +12,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from common.errors import TandemError
-from common.messages import (
-    Failed,
-    FirstTokens,
-    GenerateRequest,
-    HandoffRequest,
-    PagesReady,
-    Route,
-    Submit,
-    unpack_tokens,
-)
+from common.handoff_messages import FirstTokens, HandoffRequest, PagesReady
+from common.messages import Failed, GenerateRequest, Route, Submit, unpack_tokens
 from common.scheduling.block_hash import HashRoots
 from common.scheduling.kv_cache import KvCache
 from common.scheduling.step_time import StepShape

@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from common.errors import TandemError
-from common.messages import HandoffRequest, unpack_tokens
+from common.handoff_messages import HandoffRequest
+from common.messages import unpack_tokens
 from common.scheduling.block_hash import HashChain, HashRoots
 from common.scheduling.step_time import StepShape
 from common.types import OutputKey

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import pytest
 
 from common.clock import MonotonicClock
-from common.messages import HandoffRequest, LinkReply, PoolLoad, WorkerState
+from common.handoff_messages import HandoffRequest, LinkReply
+from common.messages import PoolLoad, WorkerState
 from common.scheduling.plan import PrefillChunk, StepPlan
 from common.scheduling.step_time import StepTimes
 from common.types import Role

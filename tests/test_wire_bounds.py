@@ -7,8 +7,9 @@ import msgpack
 import pytest
 
 from common.errors import MalformedMessage
+from common.handoff_messages import PagesTaken
 from common.limits import MAX_MESSAGE_ITEMS
-from common.messages import Failed, PagesTaken, Submit, TokenBatch, Watch
+from common.messages import Failed, Submit, TokenBatch, Watch
 from common.types import FinishReason, TokenLogprobs
 from common.wire import decode, encode
 

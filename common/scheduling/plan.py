@@ -10,8 +10,8 @@ sealed into its packed page once, when its last token is written. While block 0 
 there is no tail: block 0's own exact page takes the tokens. So a request holds at most two exact
 pages.
 
-Order inside one step: clears, copies, starts, the forward pass (store, seal, attend, sample), tags,
-drops.
+Order inside one step: drops, clears, copies, starts, growth and tails, the forward pass (store,
+seal, attend), tags; then logits and samples.
 """
 
 from collections.abc import Sequence

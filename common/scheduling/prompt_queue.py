@@ -54,10 +54,10 @@ class Prompt:
     planned: deque[PrefillChunk] = field(default_factory=deque)
     """Chunks in plans that have not been applied yet."""
     num_planned_tokens: int = 0
-    """Theirs."""
+    """Prompt tokens in those chunks."""
     logprobs: list[PromptLogprobs] = field(default_factory=list)
     place: tuple[float, int] = (0.0, 0)
-    """Among the prompts of its client; changed by the queue alone."""
+    """Sorts it among its client's prompts; only the queue changes it."""
 
     @property
     def num_tokens(self) -> int:

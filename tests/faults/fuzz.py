@@ -17,7 +17,7 @@ from typing import Any
 import atheris
 
 with atheris.instrument_imports():
-    from common import messages, wire
+    from common import handoff_messages, messages, wire
     from common.errors import InvalidRequest, MalformedMessage
     from router.reading.json_body import parse_json_object
 
@@ -58,7 +58,7 @@ def smallest(kind: Any) -> Any:
 
 def seeds(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    for name, kind in vars(messages).items():
+    for name, kind in (vars(messages) | vars(handoff_messages)).items():
         if name in wire._registry:
             (folder / name).write_bytes(wire.encode(smallest(kind)))
     (folder / "body").write_bytes(b'{"prompt": "x", "max_tokens": 1, "stop": ["a"]}')

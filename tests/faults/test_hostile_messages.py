@@ -12,15 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common import messages
+from common import handoff_messages
 from common.errors import MalformedMessage, TandemError
-from common.messages import (
-    GenerateRequest,
-    HandoffRequest,
-    Hello,
-    Submit,
-    pack_tokens,
-)
+from common.handoff_messages import HandoffRequest
+from common.messages import GenerateRequest, Hello, Submit, pack_tokens
 from common.request_checks import checked_tokens
 from common.types import SamplingParams
 from common.wire import _registry, decode, encode
@@ -28,7 +23,7 @@ from tests.fakes.fleet import Fleet, fleet
 from tests.fakes.hash_model import VOCAB_SIZE, expected_tokens
 from tests.fakes.virtual_time import VirtualTimeLoop
 
-assert messages  # registers every message
+assert handoff_messages  # registers every message, with those of common/messages.py
 
 JUNK = st.recursive(
     st.none()

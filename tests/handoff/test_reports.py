@@ -8,7 +8,8 @@ import random
 import pytest
 
 from common.errors import MalformedMessage, PullFailed
-from common.messages import Cancel, LinkReply, LinkRequest
+from common.handoff_messages import LinkReply, LinkRequest
+from common.messages import Cancel
 from common.rpc import Stream
 from common.types import Role, SamplingParams
 from tests.fakes.fleet import STEP_S, Outputs, fleet

@@ -12,16 +12,8 @@ import msgpack
 import pytest
 
 from common.errors import InvalidRequest, MalformedMessage, Overloaded, TandemError
-from common.messages import (
-    Cancel,
-    GenerateRequest,
-    HandoffRequest,
-    ShareParams,
-    Submit,
-    UnshareParams,
-    WantParams,
-    pack_tokens,
-)
+from common.handoff_messages import HandoffRequest, WantParams
+from common.messages import Cancel, GenerateRequest, ShareParams, Submit, UnshareParams, pack_tokens
 from common.rpc import Stream
 from common.shared_params import (
     LargeParams,

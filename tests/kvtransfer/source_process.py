@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import torch
 
-from common.messages import LinkReply
+from common.handoff_messages import LinkReply
 from common.wire import encode
 from kvtransfer.nixl_transport import NixlTransport
 

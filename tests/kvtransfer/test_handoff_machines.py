@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from common.errors import InternalError, MalformedMessage, PageRefused, PrefillLost
-from common.messages import FirstTokens, PagesReady
+from common.handoff_messages import FirstTokens, PagesReady
 from common.scheduling.plan import PageKind
 from common.scheduling.prompt_pages import PromptPage
 from kvtransfer.destination import (

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from common.errors import PullFailed
-from common.messages import LinkReply
+from common.handoff_messages import LinkReply
 from common.scheduling.plan import PageKind
 from common.wire import decode
 from kvtransfer.memory_transport import MemoryFabric, MemoryTransport

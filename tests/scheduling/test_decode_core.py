@@ -8,20 +8,16 @@ import numpy as np
 import pytest
 
 from common.errors import DecodeLost, Draining, MalformedMessage, WorkerLost
+from common.handoff_messages import FirstTokens, HandoffRequest, PagesReady, PagesTaken, WantParams
 from common.messages import (
     Admitted,
     Cancel,
     ChunkBudget,
     Failed,
-    FirstTokens,
     GenerateRequest,
-    HandoffRequest,
-    PagesReady,
-    PagesTaken,
     PrefillDone,
     Route,
     TokenBatch,
-    WantParams,
     pack_tokens,
 )
 from common.scheduling.block_hash import HashRoots

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from common.errors import ContextLengthExceeded, DecodeFull, PromptTooLargeForPool
-from common.messages import FirstTokens, GenerateRequest, pack_tokens
+from common.handoff_messages import FirstTokens
+from common.messages import GenerateRequest, pack_tokens
 from common.scheduling.block_hash import HashChain, root_hash
 from common.scheduling.kv_cache import KvCache
 from common.scheduling.plan import StepPlan, StepResult
