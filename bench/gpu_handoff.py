@@ -66,27 +66,30 @@ class Pulled:
     """Read and landing of the last chunk."""
 
 
-def tag_of(page: int) -> PageTag:
+def tag_of(page: int, head: int) -> PageTag:
     return PageTag(
         content_hash=page.to_bytes(16, "little"),
         fingerprint=FINGERPRINT,
         num_tokens=BLOCK_SIZE,
+        head=head,
         incarnation=1,
         generation=1,
     )
 
 
-def tags_of(pages: range) -> "np.ndarray[tuple[int, ...], np.dtype[np.uint8]]":
-    packed = b"".join(tag_of(page).pack() for page in pages)
-    return np.frombuffer(packed, dtype=np.uint8).reshape(len(pages), TAG_BYTES)
+def tags_of(pages: range, heads: int) -> "np.ndarray[tuple[int, ...], np.dtype[np.uint8]]":
+    """[pages * heads, TAG_BYTES]: of each record."""
+    packed = b"".join(tag_of(page, head).pack() for page in pages for head in range(heads))
+    return np.frombuffer(packed, dtype=np.uint8).reshape(-1, TAG_BYTES)
 
 
 def source_pool(profile: Profile, device: str) -> PageArena:
     """Random pages with right tags and checksums."""
     pool = filled_pool(profile.layout, profile.num_pages, 1, device)
-    tags = torch.from_numpy(tags_of(range(profile.num_pages)).copy())
-    pool.packed[:, -TAG_BYTES:] = tags.to(pool.packed.device)
-    pool.packed.view(torch.int64)[:, -1] = checksums(pool.packed)
+    tags = torch.from_numpy(tags_of(range(profile.num_pages), profile.layout.num_kv_heads).copy())
+    records = pool.records(PageKind.PACKED).flatten(0, 1)
+    records[:, -TAG_BYTES:] = tags.to(records.device)
+    records.view(torch.int64)[:, -1] = checksums(records)
     if pool.packed.is_cuda:
         torch.cuda.synchronize()
     return pool
@@ -163,9 +166,11 @@ async def _pull_chunks(
         )
         if await read.wait() is not ReadEnd.DONE:
             raise RuntimeError("a read of pages failed")
-        slots = np.arange(len(chunk), dtype=np.int64)
-        targets = np.array(chunk, dtype=np.int64)
-        accepted, _ = land(landing.packed, pool.packed, slots, targets, tags_of(chunk))
+        heads = profile.layout.num_kv_heads
+        slots = np.arange(len(chunk) * heads, dtype=np.int64)
+        targets = slots + chunk[0] * heads
+        source, target = (a.records(PageKind.PACKED).flatten(0, 1) for a in (landing, pool))
+        accepted, _ = land(source, target, slots, targets, tags_of(chunk, heads))
         if not accepted.all():
             raise RuntimeError(f"{int((~accepted).sum())} pages were refused on landing")
         times.append(time.perf_counter() - began)

@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from common.codecs import codec_named
 from common.pages import PageLayout
+from common.scheduling.plan import PageKind
 from engine.batch import ITEM_FIELDS, MAX_RUN_TOKENS, RUN_FIELDS, StepBatch
 from engine.kernels.offsets import Offsets
 from engine.pools import PageArena
@@ -82,7 +83,7 @@ def filled_pool(layout: PageLayout, num_packed: int, num_exact: int, device: str
     arena.exact.view(torch.bfloat16).normal_()
     if layout.codec.is_quantised:
         arena.packed.random_(0, 0x58)
-        arena.packed[:, layout.scales_offset :] = 121  # 2 ** -6
+        arena.records(PageKind.PACKED)[:, :, layout.scales_offset :] = 121  # 2 ** -6
     else:
         arena.packed.view(torch.bfloat16).normal_()
     return arena

@@ -1,14 +1,16 @@
 """Pages: where every byte of a block's KV lies, and how a page says what it holds.
 
-A page is one contiguous record, `payload | scales | padding | tag`, a multiple of 64 bytes long,
-the tag in its last 64. There are two kinds (`PageKind`): *packed* pages hold sealed blocks in the
-codec's element type, *exact* pages hold block 0 and open tails in the codec's exact type. Payload
-is [num_layers, 2 (K, V), num_kv_heads, block_size, head_dim]; scales are, layer by layer, K's of
-all heads, then V's, each as `ScaleKind` says. A quantised block holds what is left of it after its
-offset (engine/kernels/offsets.py) was subtracted.
+A page is one contiguous row of *records*, one for each KV head. A record is `payload | scales |
+padding | tag`, a multiple of 64 bytes long, the tag in its last 64: what can be read, checked and
+believed by itself, so that workers which hold different heads can exchange pages. There are two
+kinds of page (`PageKind`): *packed* pages hold sealed blocks in the codec's element type, *exact*
+pages hold block 0 and open tails in the codec's exact type. A record's payload is [num_layers,
+2 (K, V), block_size, head_dim]; its scales are, layer by layer, K's, then V's, each as `ScaleKind`
+says. A quantised block holds what is left of it after its offset (engine/kernels/offsets.py) was
+subtracted.
 
-The tag is written last, after everything else, and erased first. Its final word is the checksum of
-the whole record.
+The tag is written last, after everything else, and erased first. It names the head, and its final
+word is the checksum of the whole record.
 
 Used by the engine (pools, kernels), kvtransfer (landing zone, pull plans) and both schedulers. No
 torch here.
@@ -28,14 +30,14 @@ from common.model_config import ModelConfig
 from common.scheduling.plan import PageKind
 
 TAG_BYTES: Final = 64
-TAG_MAGIC: Final = 0x544B5632  # "TKV2": a page of this record format, version 2
+TAG_MAGIC: Final = 0x544B5633  # "TKV3": a record of this format, version 3
 NO_FINGERPRINT: Final = bytes(16)
 OFFSETS_FILE: Final = "kv_offsets.tandem"
 """Beside a model's weights: the means of K and V that engine/kernels/offsets.py speaks of, as
 safetensors. Not named so, since other servers take every *.safetensors there for weights.
 """
 
-_TAG = struct.Struct("<16s16sIIQQQ")
+_TAG = struct.Struct("<16s16sHHIQQQ")
 _GOLDEN: Final = 0x9E3779B97F4A7C15
 
 
@@ -85,23 +87,28 @@ class PageLayout:
 
     @property
     def scales_bytes(self) -> int:
-        """Of all scales of a packed page."""
-        return self.num_layers * self.num_kv_heads * sum(self.scale_bytes)
+        """Of all scales of a packed page's record."""
+        return self.num_layers * sum(self.scale_bytes)
 
     def element_kind(self, kind: PageKind) -> ElementKind:
         return self.codec.exact if kind is PageKind.EXACT else self.codec.packed
 
     def payload_bytes(self, kind: PageKind) -> int:
+        """Of the elements of all records."""
         return self.num_elements * self.element_kind(kind).num_bits // 8
 
     @property
     def scales_offset(self) -> int:
-        """Of the scales in a packed page; exact pages have none."""
-        return self.payload_bytes(PageKind.PACKED)
+        """Of the scales in a packed page's record; exact pages have none."""
+        return self.payload_bytes(PageKind.PACKED) // self.num_kv_heads
+
+    def record_bytes(self, kind: PageKind) -> int:
+        scales = self.scales_bytes if kind is PageKind.PACKED else 0
+        payload = self.payload_bytes(kind) // self.num_kv_heads
+        return _round_up(payload + scales, 64) + TAG_BYTES
 
     def page_bytes(self, kind: PageKind) -> int:
-        scales = self.scales_bytes if kind is PageKind.PACKED else 0
-        return _round_up(self.payload_bytes(kind) + scales, 64) + TAG_BYTES
+        return self.num_kv_heads * self.record_bytes(kind)
 
     @property
     def packed_page_bytes(self) -> int:
@@ -112,7 +119,8 @@ class PageLayout:
         return self.page_bytes(PageKind.EXACT)
 
     def tag_offset(self, kind: PageKind) -> int:
-        return self.page_bytes(kind) - TAG_BYTES
+        """In a record."""
+        return self.record_bytes(kind) - TAG_BYTES
 
     def fingerprint(
         self,
@@ -141,11 +149,14 @@ def _round_up(value: int, multiple: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageTag:
-    """What a page says about itself. `checksum` covers the whole record, itself counted as zero."""
+    """What a record says about itself: `head` is the KV head that it holds. `checksum` covers the
+    whole record, itself counted as zero.
+    """
 
     content_hash: bytes
     fingerprint: bytes
     num_tokens: int
+    head: int
     incarnation: int
     generation: int
     checksum: int = 0
@@ -158,6 +169,7 @@ class PageTag:
             self.content_hash,
             self.fingerprint,
             self.num_tokens,
+            self.head,
             self.magic,
             self.incarnation,
             self.generation,
@@ -169,13 +181,14 @@ class PageTag:
 
     @classmethod
     def unpack(cls, record: bytes | memoryview) -> "PageTag":
-        content_hash, fingerprint, num_tokens, magic, incarnation, generation, checksum = (
+        content_hash, fingerprint, num_tokens, head, magic, incarnation, generation, checksum = (
             _TAG.unpack(record)
         )
         return cls(
             content_hash=content_hash,
             fingerprint=fingerprint,
             num_tokens=num_tokens,
+            head=head,
             magic=magic,
             incarnation=incarnation,
             generation=generation,
@@ -214,6 +227,7 @@ def tag_mismatch(found: PageTag, wanted: PageTag) -> str | None:
         "content_hash",
         "fingerprint",
         "num_tokens",
+        "head",
         "incarnation",
         "generation",
         "checksum",

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from common.pages import PageLayout
+from common.scheduling.plan import PageKind
 
 
 class PageArena:
@@ -23,6 +24,11 @@ class PageArena:
         self.layout = layout
         self.packed = _zeroed(num_packed, layout.packed_page_bytes, device)
         self.exact = _zeroed(num_exact, layout.exact_page_bytes, device)
+
+    def records(self, kind: PageKind) -> Tensor:
+        """View [num_pages, kv_heads, record_bytes]: what is tagged and checked by itself."""
+        pages = self.packed if kind is PageKind.PACKED else self.exact
+        return pages.view(len(pages), self.layout.num_kv_heads, -1)
 
     @property
     def num_bytes(self) -> int:

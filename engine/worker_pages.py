@@ -3,15 +3,16 @@
 Called by the runner, on the device thread.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from common.pages import TAG_BYTES, PageTag, tag_mismatch
-from common.scheduling.plan import LandingMove, LandingResult, PageKind, TagOrder
+from common.scheduling.plan import LandingMove, LandingResult, PageKind, Refused, TagOrder
 from common.types import BlockId
 from engine.backend import Backend
 from engine.device_inputs import InputBuffer
@@ -54,13 +55,14 @@ class WorkerPages:
             pages = [page for of_kind, page in clears if of_kind is kind]
             if pages:
                 [which] = self.sender.send_arrays([np.array(pages, dtype=np.int64)])
-                _of(self.pool, kind)[which, -TAG_BYTES:] = 0
+                self.pool.records(kind)[which, :, -TAG_BYTES:] = 0
 
     def copy_exact(self, copies: Sequence[tuple[BlockId, BlockId]]) -> None:
         if copies:
             [which] = self.sender.send_arrays([np.array(copies, dtype=np.int64).T])
             sources, destinations = which
-            self.pool.exact[destinations, :-TAG_BYTES] = self.pool.exact[sources, :-TAG_BYTES]
+            records = self.pool.records(PageKind.EXACT)
+            records[destinations, :, :-TAG_BYTES] = records[sources, :, :-TAG_BYTES]
 
     def tag(self, orders: Sequence[TagOrder], backend: Backend) -> None:
         for kind in PageKind:
@@ -69,16 +71,18 @@ class WorkerPages:
                 self._write_tags(kind, of_kind, backend)
 
     def _write_tags(self, kind: PageKind, orders: Sequence[TagOrder], backend: Backend) -> None:
-        """The tags with no checksum yet, then the checksums of the pages as they are now."""
-        tags = [self._tag(order, self.origin.incarnation) for order in orders]
-        packed = b"".join(tag.pack() for tag in tags)
-        words = np.frombuffer(packed, dtype=np.int64).reshape(len(orders), -1)
-        block_ids = np.array([order.block_id for order in orders], dtype=np.int64)
-        which, sent = self.sender.send_arrays([block_ids, words])
-        pages = _of(self.pool, kind)
-        of_pages = pages.view(torch.int64)
-        of_pages[which, -TAG_BYTES // 8 :] = sent
-        of_pages[which, -1] = backend.checksums(pages, which)
+        """The tags with no checksum yet, then the checksums of the records as they are now."""
+        rows = [(order, head) for order in orders for head in self._every_head]
+        packed = b"".join(
+            self._tag(order, head, self.origin.incarnation).pack() for order, head in rows
+        )
+        words = np.frombuffer(packed, dtype=np.int64).reshape(len(rows), -1)
+        numbers = self._numbers((order.block_id, head) for order, head in rows)
+        which, sent = self.sender.send_arrays([numbers, words])
+        records = self.pool.records(kind).flatten(0, 1)
+        of_records = records.view(torch.int64)
+        of_records[which, -TAG_BYTES // 8 :] = sent
+        of_records[which, -1] = backend.checksums(records, which)
 
     def settle(self) -> None:
         """Until pages are complete: whoever is told of them may read them by other ways."""
@@ -86,47 +90,69 @@ class WorkerPages:
             torch.cuda.current_stream().synchronize()
 
     def land(self, moves: Sequence[LandingMove], backend: Backend) -> LandingResult:
-        """Check first, copy then; the pages' tags stay behind, since this worker has not vouched
-        for them.
+        """Check first, copy then, record by record; their tags stay behind, since this worker has
+        not vouched for them.
         """
-        refusals: list[str | None] = [None] * len(moves)
+        refusals: list[Refused | None] = [None] * len(moves)
         with torch.cuda.stream(self._beside):
             for kind in PageKind:
-                which = [index for index, move in enumerate(moves) if move.kind is kind]
-                if which:
-                    found = self._land(kind, [moves[i] for i in which], backend)
-                    for index, refusal in zip(which, found, strict=True):
-                        refusals[index] = refusal
+                rows = [
+                    (index, head)
+                    for index, move in enumerate(moves)
+                    if move.kind is kind
+                    for head in move.heads or self._every_head
+                ]
+                if rows:
+                    for index, refused in self._land(kind, moves, rows, backend).items():
+                        refusals[index] = refused
         return LandingResult(refusals=tuple(refusals))
 
     def _land(
-        self, kind: PageKind, moves: Sequence[LandingMove], backend: Backend
-    ) -> Iterator[str | None]:
-        wanted = [self._tag(move, move.incarnation) for move in moves]
-        source, tags = _of(self.landing, kind), b"".join(tag.pack() for tag in wanted)
+        self,
+        kind: PageKind,
+        moves: Sequence[LandingMove],
+        rows: Sequence[tuple[int, int]],
+        backend: Backend,
+    ) -> dict[int, Refused]:
+        """Of records `rows` (number of the move, head): what was refused, by the move's number."""
+        wanted = [self._tag(moves[index], head, moves[index].incarnation) for index, head in rows]
+        tags = b"".join(tag.pack() for tag in wanted)
+        source = self.landing.records(kind).flatten(0, 1)
+        slots = self._numbers((moves[index].slot, head) for index, head in rows)
         accepted, sums = backend.land(
             source,
-            _of(self.pool, kind),
-            np.array([move.slot for move in moves], dtype=np.int64),
-            np.array([move.block_id for move in moves], dtype=np.int64),
-            np.frombuffer(tags, dtype=np.uint8).reshape(len(moves), TAG_BYTES),
+            self.pool.records(kind).flatten(0, 1),
+            slots,
+            self._numbers((moves[index].block_id, head) for index, head in rows),
+            np.frombuffer(tags, dtype=np.uint8).reshape(len(rows), TAG_BYTES),
         )
-        for move, tag, is_accepted, checksum in zip(moves, wanted, accepted, sums, strict=True):
-            if is_accepted:
-                yield None
-            else:
-                found = PageTag.unpack(source[move.slot, -TAG_BYTES:].cpu().numpy().tobytes())
-                yield tag_mismatch(found, tag.with_checksum(int(checksum)))
+        refused: dict[int, Refused] = {}
+        for row in np.flatnonzero(~accepted):
+            index, head = rows[row]
+            before = refused.get(index)
+            if before is not None:
+                refused[index] = replace(before, heads=(*before.heads, head))
+                continue
+            found = PageTag.unpack(source[slots[row], -TAG_BYTES:].cpu().numpy().tobytes())
+            mismatch = tag_mismatch(found, wanted[row].with_checksum(int(sums[row])))
+            refused[index] = Refused(heads=(head,), reason=f"head {head}: {mismatch}")
+        return refused
 
-    def _tag(self, page: TagOrder | LandingMove, incarnation: int) -> PageTag:
+    def _tag(self, page: TagOrder | LandingMove, head: int, incarnation: int) -> PageTag:
         return PageTag(
             content_hash=page.content_hash,
             fingerprint=self.origin.fingerprint,
             num_tokens=page.num_tokens,
+            head=head,
             incarnation=incarnation,
             generation=page.generation,
         )
 
+    @property
+    def _every_head(self) -> range:
+        return range(self.pool.layout.num_kv_heads)
 
-def _of(arena: PageArena, kind: PageKind) -> torch.Tensor:
-    return arena.packed if kind is PageKind.PACKED else arena.exact
+    def _numbers(self, records: Iterable[tuple[int, int]]) -> NDArray[np.int64]:
+        """Of records (page, head) in an arena that is seen as records."""
+        count = self.pool.layout.num_kv_heads
+        return np.array([page * count + head for page, head in records], dtype=np.int64)

@@ -110,31 +110,35 @@ def quantise_int4(block: Tensor, is_k: bool) -> tuple[Tensor, Tensor]:
 
 def exact_slices(exact: Tensor, layout: PageLayout) -> Tensor:
     """Exact pages as [num_pages, num_layers, 2, kv_heads, block_size, head_dim], a view."""
-    kind = layout.codec.exact
-    return _payload(exact, layout, kind).view(DTYPES[kind])
+    return _by_layer(_payload(exact, layout, layout.codec.exact))
 
 
 def packed_slices(packed: Tensor, layout: PageLayout) -> Tensor:
     """The same of packed pages; uint8 when they are quantised."""
-    kind = layout.codec.packed
-    payload = _payload(packed, layout, kind)
-    return payload.view(DTYPES[kind]) if kind in DTYPES else payload
+    return _by_layer(_payload(packed, layout, layout.codec.packed))
 
 
 def packed_scales(packed: Tensor, layout: PageLayout) -> tuple[Tensor, Tensor]:
     """Scales of K and of V, each [num_pages, num_layers, kv_heads, bytes], views."""
-    scales = packed[:, layout.scales_offset : layout.scales_offset + layout.scales_bytes]
-    heads, (k_bytes, v_bytes) = layout.num_kv_heads, layout.scale_bytes
-    k, v = scales.unflatten(1, (layout.num_layers, -1)).split(
-        [heads * k_bytes, heads * v_bytes], dim=2
-    )
-    return k.unflatten(2, (heads, k_bytes)), v.unflatten(2, (heads, v_bytes))
+    records = packed.unflatten(1, (layout.num_kv_heads, -1))
+    scales = records[:, :, layout.scales_offset : layout.scales_offset + layout.scales_bytes]
+    by_layer = scales.unflatten(2, (layout.num_layers, -1)).transpose(1, 2)
+    k, v = by_layer.split(list(layout.scale_bytes), dim=3)
+    return k, v
 
 
 def _payload(pages: Tensor, layout: PageLayout, kind: ElementKind) -> Tensor:
-    shape = (layout.num_layers, 2, layout.num_kv_heads, layout.block_size)
-    payload = pages[:, : layout.num_elements * kind.num_bits // 8]
-    return payload.unflatten(1, (*shape, layout.head_dim * kind.num_bits // 8))
+    """View [num_pages, kv_heads, num_layers, 2, block_size, head_dim (or bytes)] of records."""
+    records = pages.unflatten(1, (layout.num_kv_heads, -1))
+    row_bytes = layout.head_dim * kind.num_bits // 8
+    payload = records[:, :, : layout.num_layers * 2 * layout.block_size * row_bytes]
+    shape = (layout.num_layers, 2, layout.block_size, row_bytes)
+    elements = payload.unflatten(2, shape)
+    return elements.view(DTYPES[kind]) if kind in DTYPES else elements
+
+
+def _by_layer(elements: Tensor) -> Tensor:
+    return elements.permute(0, 2, 3, 1, 4, 5)
 
 
 def store(

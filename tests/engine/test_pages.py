@@ -27,6 +27,7 @@ TAGS = st.builds(
     content_hash=st.binary(min_size=16, max_size=16),
     fingerprint=st.binary(min_size=16, max_size=16),
     num_tokens=st.integers(0, 32),
+    head=st.integers(0, 255),
     incarnation=U64,
     generation=U64,
     checksum=U64,
@@ -38,10 +39,11 @@ SETTINGS = settings(print_blob=True, deadline=None, max_examples=100)
 @given(LAYOUTS, st.sampled_from(PageKind))
 def test_parts_of_a_record_follow_each_other(layout: PageLayout, kind: PageKind) -> None:
     scales = layout.scales_bytes if kind is PageKind.PACKED else 0
-    end = layout.payload_bytes(kind) + scales
+    end = layout.payload_bytes(kind) // layout.num_kv_heads + scales
     assert end <= layout.tag_offset(kind) < end + 64
-    assert layout.page_bytes(kind) == layout.tag_offset(kind) + TAG_BYTES
-    assert layout.page_bytes(kind) % 64 == 0
+    assert layout.record_bytes(kind) == layout.tag_offset(kind) + TAG_BYTES
+    assert layout.record_bytes(kind) % 64 == 0
+    assert layout.page_bytes(kind) == layout.num_kv_heads * layout.record_bytes(kind)
 
 
 @pytest.mark.parametrize("codec", ["fp8_e3m4", "fp8_e4m3", "fp8_e5m2"])
@@ -102,7 +104,12 @@ def test_a_mismatch_names_the_first_field_that_differs(found: PageTag, wanted: P
 def test_a_cleared_tag_is_called_so() -> None:
     cleared = PageTag.unpack(bytes(TAG_BYTES))
     wanted = PageTag(
-        content_hash=bytes(16), fingerprint=bytes(16), num_tokens=0, incarnation=0, generation=0
+        content_hash=bytes(16),
+        fingerprint=bytes(16),
+        num_tokens=0,
+        head=0,
+        incarnation=0,
+        generation=0,
     )
     assert "no tag" in str(tag_mismatch(cleared, wanted))
 

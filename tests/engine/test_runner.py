@@ -167,18 +167,22 @@ def test_tags_say_what_a_page_is(runner: ModelRunner) -> None:
         tags=(order(PageKind.PACKED, 0), order(PageKind.EXACT, 1, num_tokens=8)),
     )
     runner.execute(plan)
-    for page, num_tokens in ((runner.pool.packed[0], 16), (runner.pool.exact[1], 8)):
-        tag = PageTag.unpack(page[-64:].numpy().tobytes())
-        assert tag == PageTag(
-            content_hash=HASH,
-            fingerprint=runner.layout_fingerprint,
-            num_tokens=num_tokens,
-            incarnation=77,
-            generation=3,
-            checksum=checksum(page.numpy()),
-        )
+    packed, exact = (runner.pool.records(kind) for kind in PageKind)
+    assert len(packed[0]) == runner.config.num_kv_heads > 1
+    for page, num_tokens in ((packed[0], 16), (exact[1], 8)):
+        for head, record in enumerate(page):
+            tag = PageTag.unpack(record[-64:].numpy().tobytes())
+            assert tag == PageTag(
+                content_hash=HASH,
+                fingerprint=runner.layout_fingerprint,
+                num_tokens=num_tokens,
+                head=head,
+                incarnation=77,
+                generation=3,
+                checksum=checksum(record.numpy()),
+            )
     runner.execute(StepPlan(step=1, clears=((PageKind.PACKED, 0),)))
-    assert not runner.pool.packed[0, -64:].any()
+    assert not packed[0, :, -64:].any()
     assert runner.pool.packed[0].any()
 
 
@@ -199,10 +203,11 @@ def test_landing_copies_pages_that_are_what_was_asked_for(runner: ModelRunner) -
     landed(runner)
     exact = move(kind=PageKind.EXACT, slot=2, block_id=9, num_tokens=8)
     assert runner.land([move(), exact]).refusals == (None, None)
-    assert torch.equal(runner.pool.packed[5, :-64], runner.pool.packed[0, :-64])
-    assert torch.equal(runner.pool.exact[9, :-64], runner.pool.exact[1, :-64])
-    assert not runner.pool.packed[5, -64:].any()
-    assert not runner.pool.exact[9, -64:].any()
+    packed, exact_pages = (runner.pool.records(kind) for kind in PageKind)
+    assert torch.equal(packed[5, :, :-64], packed[0, :, :-64])
+    assert torch.equal(exact_pages[9, :, :-64], exact_pages[1, :, :-64])
+    assert not packed[5, :, -64:].any()
+    assert not exact_pages[9, :, -64:].any()
 
 
 @pytest.mark.parametrize(
@@ -221,17 +226,24 @@ def test_landing_refuses_pages_that_are_not(
     landed(runner)
     [refusal] = runner.land([wanted]).refusals
     assert refusal is not None
-    assert refusal.startswith(named)
+    assert refusal.startswith(f"head 0: {named}")
     assert not runner.pool.packed[5].any()
 
 
 @pytest.mark.parametrize("at", [0, 100, -65, -40, -20, -1])
 def test_landing_refuses_a_page_with_any_flipped_bit(runner: ModelRunner, at: int) -> None:
+    """The record with the bit does not land; those of other heads are as good as they were."""
     landed(runner)
     runner.landing.packed[0, at] ^= 4
     [refusal] = runner.land([move()]).refusals
+    bad = 0 if at >= 0 else runner.config.num_kv_heads - 1
     assert refusal is not None
-    assert not runner.pool.packed[5].any()
+    assert refusal.startswith(f"head {bad}: ")
+    found, sent = (arena.records(PageKind.PACKED) for arena in (runner.pool, runner.landing))
+    for head in range(runner.config.num_kv_heads):
+        lands = torch.equal(found[5, head, :-64], sent[0, head, :-64])
+        assert lands == (head != bad)
+    assert not found[5, bad].any()
 
 
 def test_landing_refuses_another_layout(tiny_runner: MakeRunner) -> None:
@@ -244,7 +256,7 @@ def test_landing_refuses_another_layout(tiny_runner: MakeRunner) -> None:
     runner.pages.origin = other.pages.origin
     [refusal] = runner.land([move()]).refusals
     assert refusal is not None
-    assert refusal.startswith("fingerprint")
+    assert refusal.startswith("head 0: fingerprint")
 
 
 def test_an_output_goes_on_from_landed_pages(tiny_runner: MakeRunner) -> None:

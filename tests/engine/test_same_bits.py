@@ -114,8 +114,9 @@ def test_pages_hold_no_bytes_of_earlier_tenants(path: Path, codec: str) -> None:
     fresh = in_batch(Driver(make_runner(path, kv_codec=codec)), LENGTHS, chunk=64)
     driver = Driver(make_runner(path, kv_codec=codec))
     layout = driver.runner.layout
-    driver.runner.pool.packed[:, : layout.scales_offset + layout.scales_bytes] = 0xFF
-    driver.runner.pool.exact[:, : layout.payload_bytes(PageKind.EXACT)] = 0xFF
+    packed, exact = (driver.runner.pool.records(kind) for kind in PageKind)
+    packed[:, :, : layout.scales_offset + layout.scales_bytes] = 0xFF
+    exact[:, :, : layout.payload_bytes(PageKind.EXACT) // layout.num_kv_heads] = 0xFF
     for length, found in in_batch(driver, LENGTHS, chunk=64).items():
         found.assert_equals(fresh[length], f"{length} tokens in used pages")
 

@@ -203,6 +203,7 @@ class HashRunner:
             content_hash=order.content_hash,
             fingerprint=LAYOUT_FINGERPRINT,
             num_tokens=order.num_tokens,
+            head=0,
             incarnation=self._incarnation,
             generation=order.generation,
         )
@@ -216,6 +217,7 @@ class HashRunner:
             content_hash=move.content_hash,
             fingerprint=LAYOUT_FINGERPRINT,
             num_tokens=move.num_tokens,
+            head=0,
             incarnation=move.incarnation,
             generation=move.generation,
             checksum=checksum(page),

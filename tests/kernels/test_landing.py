@@ -26,7 +26,7 @@ def test_only_pages_with_the_right_tag_and_checksum_land(which: str, num_layers:
     tags = []
     for page in source:
         tag = PageTag(
-            content_hash=rng.bytes(16), fingerprint=bytes(16), num_tokens=16, incarnation=3,
+            content_hash=rng.bytes(16), fingerprint=bytes(16), num_tokens=16, head=0, incarnation=3,
             generation=int(rng.integers(1, 99)),
         )  # fmt: skip
         page[-TAG_BYTES:] = np.frombuffer(tag.pack(), dtype=np.uint8)

@@ -20,8 +20,10 @@ from engine.kernels.cpu.pages import (
     block_offset,
     byte_scale,
     bytes_of,
+    exact_slice,
     load_exact,
     load_packed,
+    packed_slice,
     pages_of,
     scale_place,
     transpose_rows,
@@ -182,8 +184,9 @@ def _is_plain(page_number, pages, slice_index):
     if not is_byte(pages.packed_kind):
         return False
     size = pages.block_size * pages.head_dim
-    k_at = pages.packed + page_number * pages.packed_bytes + slice_index * size
-    v_at = k_at + pages.num_heads * size
+    page = pages.packed + page_number * pages.packed_bytes
+    k_at = packed_slice(page, slice_index, pages)
+    v_at = packed_slice(page, slice_index + pages.num_heads, pages)
     kind = pages.packed_kind
     return is_finite(kind, k_at, size) and is_finite(kind, v_at, size)
 
@@ -200,9 +203,9 @@ def _visit_bytes(state, page_number, pages, slice_index, block, group):
     k_scale = byte_scale(scale_place(page, slice_index, pages), kind)
     v_offset = block_offset(pages, v_slice, block, state.offset)
     v_scale = byte_scale(scale_place(page, v_slice, pages), kind)
-    slice_bytes = pages.block_size * head_dim
-    for granule in range(0, slice_bytes, GRANULE * head_dim):
-        keys = page + slice_index * slice_bytes + granule
+    k_at, v_at = packed_slice(page, slice_index, pages), packed_slice(page, v_slice, pages)
+    for granule in range(0, pages.block_size * head_dim, GRANULE * head_dim):
+        keys = k_at + granule
         score_bytes(
             kind, state.q, group, keys, head_dim, k_scale, k_offset, state.keys, state.scores
         )
@@ -215,7 +218,7 @@ def _visit_bytes(state, page_number, pages, slice_index, block, group):
                 state.sums + at,
                 state.factors + at,
             )
-        values = page + v_slice * slice_bytes + granule
+        values = v_at + granule
         accumulate_bytes(
             kind, state.scores, group, values, head_dim, v_scale, v_offset, state.out,
             state.factors,
@@ -226,10 +229,11 @@ def _visit_bytes(state, page_number, pages, slice_index, block, group):
 def _load_exact_page(page_number, pages, slice_index, state):
     """K (transposed) and V of one head from an exact page."""
     size = pages.block_size * pages.head_dim
-    slice_bytes = bytes_of(size, pages.exact_kind)
-    k_at = pages.exact + page_number * pages.exact_bytes + slice_index * slice_bytes
+    page = pages.exact + page_number * pages.exact_bytes
+    k_at = exact_slice(page, slice_index, pages)
+    v_at = exact_slice(page, slice_index + pages.num_heads, pages)
     load_exact(k_at, size, pages.exact_kind, state.plain)
-    load_exact(k_at + pages.num_heads * slice_bytes, size, pages.exact_kind, state.values)
+    load_exact(v_at, size, pages.exact_kind, state.values)
     transpose_rows(state.plain, pages.head_dim * 4, pages.block_size, pages.head_dim, state.keys)
 
 
@@ -266,8 +270,8 @@ def _load_own_rows(run, first, pages, state):
 def _prefetch_slices(page, pages, slice_index):
     """Ask for the K and V of one head of a packed page, before they are needed."""
     num_bytes = bytes_of(pages.block_size * pages.head_dim, pages.packed_kind)
-    k_at = page + slice_index * num_bytes
-    v_at = k_at + pages.num_heads * num_bytes
+    k_at = packed_slice(page, slice_index, pages)
+    v_at = packed_slice(page, slice_index + pages.num_heads, pages)
     for i in range(0, num_bytes, 64):
         prefetch(k_at + i)
         prefetch(v_at + i)

@@ -271,7 +271,7 @@ def _layer(t):
 def _pages(p):
     return Pages(
         p[0], p[1], p[2], p[3], p[4], p[5], p[6], p[7], p[8], p[9], p[10], p[11], p[12], p[13],
-        p[14],
+        p[14], p[15], p[16],
     )  # fmt: skip
 
 

@@ -1,7 +1,8 @@
 """Page kernels: store rows into exact pages, seal a block into its packed page, load blocks for
 attention, checksums.
 
-All work on one (layer, K or V, head) slice, [block_size, head_dim], of one page, given by address.
+All work on one (layer, K or V, head) slice, [block_size, head_dim], of one page, given by address;
+its place is `exact_slice` or `packed_slice`.
 Element kinds are numbers of `ElementKind`. Sealing reads values that are already rounded to the
 exact form, and is done once per block. What a quantised block holds is its distance from the
 block's offset (engine/kernels/offsets.py); reading adds the offset in the same multiply-add that
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from common.codecs import ElementKind
 from common.pages import PageLayout
+from common.scheduling.plan import PageKind
 from engine.kernels.cpu.simd import (
     add,
     bits_of,
@@ -68,11 +70,13 @@ class Pages(NamedTuple):
     """Both pools as kernels see them: addresses, page sizes, element kinds, shape of a slice."""
 
     packed: int
-    packed_bytes: int
+    packed_bytes: int  # of a page
+    packed_record: int  # of one KV head's part of it
     packed_kind: int
     scales_offset: int
     exact: int
     exact_bytes: int
+    exact_record: int
     exact_kind: int
     num_heads: int  # KV heads
     block_size: int
@@ -95,10 +99,12 @@ def pages_of(packed: Tensor, exact: Tensor, layout: PageLayout, offsets: Offsets
     return Pages(
         packed=packed.data_ptr(),
         packed_bytes=layout.packed_page_bytes,
+        packed_record=layout.record_bytes(PageKind.PACKED),
         packed_kind=int(layout.codec.packed),
         scales_offset=layout.scales_offset,
         exact=exact.data_ptr(),
         exact_bytes=layout.exact_page_bytes,
+        exact_record=layout.record_bytes(PageKind.EXACT),
         exact_kind=int(layout.codec.exact),
         num_heads=layout.num_kv_heads,
         block_size=layout.block_size,
@@ -137,16 +143,30 @@ def bytes_of(count, kind):
 
 
 @njit(nogil=True)
+def exact_slice(page, slice_index, pages):
+    """Address of a slice in an exact page. `slice_index` is (layer * 2 + 0 for K, 1 for V) * KV
+    heads + head.
+    """
+    head, number = slice_index % pages.num_heads, slice_index // pages.num_heads
+    size = bytes_of(pages.block_size * pages.head_dim, pages.exact_kind)
+    return page + head * pages.exact_record + number * size
+
+
+@njit(nogil=True)
+def packed_slice(page, slice_index, pages):
+    """The same in a packed page."""
+    head, number = slice_index % pages.num_heads, slice_index // pages.num_heads
+    size = bytes_of(pages.block_size * pages.head_dim, pages.packed_kind)
+    return page + head * pages.packed_record + number * size
+
+
+@njit(nogil=True)
 def scale_place(page, slice_index, pages):
     """Address of a slice's scales in a packed page."""
-    layer, rest = slice_index // (2 * pages.num_heads), slice_index % (2 * pages.num_heads)
-    at = page + pages.scales_offset
-    at += layer * pages.num_heads * (pages.k_scale_bytes + pages.v_scale_bytes)
-    if rest < pages.num_heads:
-        return at + rest * pages.k_scale_bytes
-    return (
-        at + pages.num_heads * pages.k_scale_bytes + (rest - pages.num_heads) * pages.v_scale_bytes
-    )
+    head, number = slice_index % pages.num_heads, slice_index // pages.num_heads
+    at = page + head * pages.packed_record + pages.scales_offset
+    at += number // 2 * (pages.k_scale_bytes + pages.v_scale_bytes)
+    return at + number % 2 * pages.k_scale_bytes
 
 
 @njit(nogil=True)
@@ -317,7 +337,7 @@ def seal(rows, row_stride, pages, page, slice_index, offset):
     are.
     """
     block_size, head_dim, kind = pages.block_size, pages.head_dim, pages.packed_kind
-    at = page + slice_index * bytes_of(block_size * head_dim, kind)
+    at = packed_slice(page, slice_index, pages)
     scale_at = scale_place(page, slice_index, pages)
     if kind < E3M4:
         for t in range(block_size):
@@ -384,7 +404,7 @@ def load_packed(page, slice_index, pages, offset, out):
     at `offset` added when it is quantised.
     """
     size, kind = pages.block_size * pages.head_dim, pages.packed_kind
-    at = page + slice_index * bytes_of(size, kind)
+    at = packed_slice(page, slice_index, pages)
     scale_at = scale_place(page, slice_index, pages)
     if kind == E3M4:
         factor = byte_scale(scale_at, kind)

@@ -15,6 +15,7 @@ from engine.kernels.cpu.pages import (
     Pages,
     block_offset,
     bytes_of,
+    exact_slice,
     load_exact,
     pages_of,
     seal,
@@ -61,8 +62,8 @@ def _store_rows(rows, row_bytes, item, slice_index, pages, scratch):
     `scratch` has room for a block and an offset.
     """
     size = pages.block_size * pages.head_dim
-    exact_at = pages.exact + item.exact_page * pages.exact_bytes
-    exact_at += slice_index * bytes_of(size, pages.exact_kind)
+    exact_page = pages.exact + item.exact_page * pages.exact_bytes
+    exact_at = exact_slice(exact_page, slice_index, pages)
     if item.exact_page >= 0:
         _store_slice(rows, row_bytes, item, exact_at, pages)
     if item.packed_page < 0:

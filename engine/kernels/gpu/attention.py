@@ -58,9 +58,11 @@ def load_blocks(
     v_slice = k_slice + KV_HEADS
     in_slice = slots * HEAD_DIM + dims
     page = packed_ptr + tl.load(table + blocks, mask=is_there, other=0).to(tl.int64) * packed_bytes
+    page += head * (packed_bytes // KV_HEADS)
+    number = first_slice // KV_HEADS
     mask = is_there & (slots >= 0) & (dims < HEAD_DIM)
-    k_scale_at = scales_offset + first_slice // 2 * (K_SCALE + V_SCALE) + head * K_SCALE
-    v_scale_at = k_scale_at + (KV_HEADS - head) * K_SCALE + head * V_SCALE
+    k_scale_at = scales_offset + number // 2 * (K_SCALE + V_SCALE)
+    v_scale_at = k_scale_at + K_SCALE
     if KIND < 2:
         k_offset, v_offset = 0.0, 0.0
     else:
@@ -70,12 +72,12 @@ def load_blocks(
         v_mean = means_ptr + v_slice * HEAD_DIM + dims
         v_offset = tl.load(v_mean, mask=dims < HEAD_DIM, other=0.0)
     keys = load_packed(
-        page, k_slice * BLOCK * HEAD_DIM + in_slice, mask, is_there, k_scale_at, k_offset, slots,
+        page, number * BLOCK * HEAD_DIM + in_slice, mask, is_there, k_scale_at, k_offset, slots,
         dims, KIND, True, BLOCK, HEAD_DIM,
     )  # fmt: skip
     values = load_packed(
-        page, v_slice * BLOCK * HEAD_DIM + in_slice, mask, is_there, v_scale_at, v_offset, slots,
-        dims, KIND, False, BLOCK, HEAD_DIM,
+        page, (number + 1) * BLOCK * HEAD_DIM + in_slice, mask, is_there, v_scale_at, v_offset,
+        slots, dims, KIND, False, BLOCK, HEAD_DIM,
     )  # fmt: skip
     return (
         tl.reshape(keys, [STEP * BLOCK, WIDTH]),
@@ -118,10 +120,11 @@ def attention_kernel(
     acc = tl.zeros([ROWS, WIDTH], tl.float32)
 
     in_slice = slots[:, None] * HEAD_DIM + dims[None, :]
-    k_at = (first_slice + head) * BLOCK * HEAD_DIM + in_slice
-    v_at = k_at + KV_HEADS * BLOCK * HEAD_DIM
+    k_at = first_slice // KV_HEADS * BLOCK * HEAD_DIM + in_slice
+    v_at = k_at + BLOCK * HEAD_DIM
+    record = exact_ptr + head * (exact_bytes // KV_HEADS)
     slot_mask = (slots[:, None] >= 0) & is_dim
-    page = exact_ptr + tl.load(table).to(tl.int64) * exact_bytes
+    page = record + tl.load(table).to(tl.int64) * exact_bytes
     keys = load_exact(page, k_at, slot_mask, EXACT_KIND)
     values = load_exact(page, v_at, slot_mask, EXACT_KIND)
     seen = slots[None, :] <= positions[:, None]

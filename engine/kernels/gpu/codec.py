@@ -152,18 +152,18 @@ def block_offset(
 
 @triton.jit
 def seal(
-    block, page, slice_index, scale_at, is_k, slots, dims,
+    block, page, number, scale_at, is_k, slots, dims,
     KIND: tl.constexpr, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Write a slice's block [BLOCK, WIDTH], its offset subtracted, into a packed page, with its
-    scales.
+    """Write a slice's block [BLOCK, WIDTH], its offset subtracted, into the packed record `page`,
+    with its scales. `number` is layer * 2 for K, and one more for V.
     """
     is_dim = dims < HEAD_DIM
-    at = slice_index * BLOCK * HEAD_DIM + slots * HEAD_DIM + dims
+    at = number * BLOCK * HEAD_DIM + slots * HEAD_DIM + dims
     if KIND < 2:
         store_exact(page, at, block, is_dim, KIND)
     elif KIND == INT4:
-        first = page + slice_index * BLOCK * HEAD_DIM // 2
+        first = page + number * BLOCK * HEAD_DIM // 2
         seal_int4(block, first, page + scale_at, is_k, slots, dims, BLOCK, HEAD_DIM, WIDTH)
     else:
         size = tl.abs(block)

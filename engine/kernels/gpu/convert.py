@@ -66,12 +66,12 @@ def convert_kernel(
     from_exact = ((kinds >> part) & 1) == 1
     slot = positions % SOURCE_BLOCK
     slice_index = (layer * 2 + which) * SOURCE_HEADS + source_head + head
-    at = slice_index * SOURCE_BLOCK * HEAD_DIM + slot * HEAD_DIM + dims
-    scale_at = source_scales_offset + layer * SOURCE_HEADS * (SOURCE_K_SCALE + SOURCE_V_SCALE)
-    if IS_K:
-        scale_at += (source_head + head) * SOURCE_K_SCALE
-    else:
-        scale_at += SOURCE_HEADS * SOURCE_K_SCALE + (source_head + head) * SOURCE_V_SCALE
+    number = layer * 2 + which
+    at = number * SOURCE_BLOCK * HEAD_DIM + slot * HEAD_DIM + dims
+    scale_at = source_scales_offset + layer * (SOURCE_K_SCALE + SOURCE_V_SCALE)
+    scale_at += which * SOURCE_K_SCALE
+    source_exact_ptr += (source_head + head) * (source_exact_bytes // SOURCE_HEADS)
+    source_packed_ptr += (source_head + head) * (source_packed_bytes // SOURCE_HEADS)
     exact = load_exact(
         source_exact_ptr + pages * source_exact_bytes, at, is_there & from_exact & is_dim,
         SOURCE_EXACT,
@@ -102,21 +102,20 @@ def convert_kernel(
         if TARGET_EXACT == 1:
             values = round_bf16(values)
         page = target_exact_ptr + target_page * target_exact_bytes
+        page += (target_head + head) * (target_exact_bytes // TARGET_HEADS)
         seal(
-            values, page, target_slice, 0, IS_K, slots, dims,
+            values, page, number, 0, IS_K, slots, dims,
             TARGET_EXACT, TARGET_BLOCK, HEAD_DIM, WIDTH,
         )  # fmt: skip
     else:
         if TARGET_PACKED == 1:
             values = round_bf16(values)
-        scale_at = target_scales_offset + layer * TARGET_HEADS * (TARGET_K_SCALE + TARGET_V_SCALE)
-        if IS_K:
-            scale_at += (target_head + head) * TARGET_K_SCALE
-        else:
-            scale_at += TARGET_HEADS * TARGET_K_SCALE + (target_head + head) * TARGET_V_SCALE
+        scale_at = target_scales_offset + layer * (TARGET_K_SCALE + TARGET_V_SCALE)
+        scale_at += which * TARGET_K_SCALE
         page = target_packed_ptr + target_page * target_packed_bytes
+        page += (target_head + head) * (target_packed_bytes // TARGET_HEADS)
         seal(
-            values, page, target_slice, scale_at, IS_K, slots, dims,
+            values, page, number, scale_at, IS_K, slots, dims,
             TARGET_PACKED, TARGET_BLOCK, HEAD_DIM, WIDTH,
         )  # fmt: skip
 
@@ -209,21 +208,15 @@ def _copy(source: PageSet, target: PageSet, moves: Tensor, heads: slice, to_head
     """Bytes as they are, where layouts differ in heads at most."""
     for kind, is_kind in ((PageKind.EXACT, moves[:, 2] != 0), (PageKind.PACKED, moves[:, 2] == 0)):
         to_pages, from_pages = moves[is_kind, 0], moves[is_kind, 3]
-        parts = _slices(source, kind), _slices(target, kind)
-        for given, place in zip(*parts, strict=True):
-            place[to_pages, ..., to_heads, :] = given[from_pages, ..., heads, :]
+        given, place = _contents(source, kind), _contents(target, kind)
+        place[to_pages, to_heads] = given[from_pages, heads]
 
 
-def _slices(pages: PageSet, kind: PageKind) -> list[Tensor]:
-    """Views [num_pages, .., kv_heads, bytes]: elements, then a packed page's scales of K and V."""
+def _contents(pages: PageSet, kind: PageKind) -> Tensor:
+    """View [num_pages, kv_heads, bytes] of what records hold before their padding and tags."""
     layout = pages.layout
     data = pages.exact if kind is PageKind.EXACT else pages.packed
-    end = layout.payload_bytes(kind)
-    views = [data[:, :end].unflatten(1, (layout.num_layers, 2, layout.num_kv_heads, -1))]
-    if kind is PageKind.PACKED and layout.scales_bytes:
-        scales = data[:, end : end + layout.scales_bytes].unflatten(1, (layout.num_layers, -1))
-        sizes = [layout.num_kv_heads * size for size in layout.scale_bytes]
-        views += [
-            part.unflatten(2, (layout.num_kv_heads, -1)) for part in scales.split(sizes, dim=2)
-        ]
-    return views
+    end = layout.payload_bytes(kind) // layout.num_kv_heads
+    if kind is PageKind.PACKED:
+        end += layout.scales_bytes
+    return data.unflatten(1, (layout.num_kv_heads, -1))[:, :, :end]

@@ -89,11 +89,12 @@ def decode_kernel(
     acc = tl.zeros([ROWS, WIDTH], tl.float32)
 
     in_slice = slots[:, None] * HEAD_DIM + dims[None, :]
-    k_at = (first_slice + head) * BLOCK * HEAD_DIM + in_slice
-    v_at = k_at + KV_HEADS * BLOCK * HEAD_DIM
+    k_at = first_slice // KV_HEADS * BLOCK * HEAD_DIM + in_slice
+    v_at = k_at + BLOCK * HEAD_DIM
+    record = exact_ptr + head * (exact_bytes // KV_HEADS)
     slot_mask = (slots[:, None] >= 0) & is_dim
     if part == 0:
-        page = exact_ptr + tl.load(table).to(tl.int64) * exact_bytes
+        page = record + tl.load(table).to(tl.int64) * exact_bytes
         keys = load_exact(page, k_at, slot_mask, EXACT_KIND)
         values = load_exact(page, v_at, slot_mask, EXACT_KIND)
         seen = slots[None, :] <= positions
@@ -117,7 +118,7 @@ def decode_kernel(
 
     if is_mine & (own_block > 0):
         if own_page >= 0:
-            page = exact_ptr + own_page * exact_bytes
+            page = record + own_page * exact_bytes
             keys = load_exact(page, k_at, slot_mask, EXACT_KIND)
             values = load_exact(page, v_at, slot_mask, EXACT_KIND)
         else:

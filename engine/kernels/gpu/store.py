@@ -113,9 +113,10 @@ def store_kernel(
         tl.store(place, block.to(k_ptr.dtype.element_ty), mask=mask)
 
     slice_index = first_slice + which * KV_HEADS + head
+    number = first_slice // KV_HEADS + which
     if exact_page >= 0:
-        page = exact_ptr + exact_page * exact_bytes
-        at = slice_index * BLOCK * HEAD_DIM + slots * HEAD_DIM + dims
+        page = exact_ptr + exact_page * exact_bytes + head * (exact_bytes // KV_HEADS)
+        at = number * BLOCK * HEAD_DIM + slots * HEAD_DIM + dims
         if from_page != 0:
             block = tl.where(
                 is_new, block, load_exact(page, at, is_dim & (slots < offset), EXACT_KIND)
@@ -129,11 +130,10 @@ def store_kernel(
                 means_ptr, block_cos_ptr, block_sin_ptr, slice_index, which == 0,
                 position // BLOCK, True, dims, HEAD_DIM,
             )  # fmt: skip
-        scale_at = scales_offset + first_slice // 2 * (K_SCALE + V_SCALE)
-        scale_at += tl.where(which == 0, head * K_SCALE, KV_HEADS * K_SCALE + head * V_SCALE)
-        page = packed_ptr + packed_page * packed_bytes
+        scale_at = scales_offset + number // 2 * (K_SCALE + V_SCALE) + which * K_SCALE
+        page = packed_ptr + packed_page * packed_bytes + head * (packed_bytes // KV_HEADS)
         seal(
-            block, page, slice_index, scale_at, which == 0, slots, dims,
+            block, page, number, scale_at, which == 0, slots, dims,
             PACKED_KIND, BLOCK, HEAD_DIM, WIDTH,
         )  # fmt: skip
 
