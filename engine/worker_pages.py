@@ -127,7 +127,7 @@ class WorkerPages:
             np.frombuffer(tags, dtype=np.uint8).reshape(len(rows), TAG_BYTES),
         )
         refused: dict[int, Refused] = {}
-        for row in np.flatnonzero(~accepted):
+        for row in np.flatnonzero(~accepted).tolist():
             index, head = rows[row]
             before = refused.get(index)
             if before is not None:
