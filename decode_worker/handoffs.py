@@ -56,7 +56,14 @@ class Wire:
     zone: LandingZone
     links: Links
     page_bytes: dict[PageKind, int]
+    num_heads: int
+    """Records of a page."""
     give_up: Callable[[str], None]
+
+    def num_bytes(self, read: PageRead) -> int:
+        """That a read brings."""
+        whole = self.page_bytes[read.kind]
+        return whole * len(read.heads) // self.num_heads if read.heads else whole
 
     async def close(self) -> None:
         await self.links.close()
@@ -239,13 +246,13 @@ class Handoffs:
         end = await read.wait()
         self._metrics.pull_seconds.observe(self._clock.now() - started)
         self._metrics.pull_pages.inc(len(pages))
-        self._metrics.pull_bytes.inc(sum(self._wire.page_bytes[page.kind] for page in pages))
+        self._metrics.pull_bytes.inc(sum(map(self._wire.num_bytes, pages)))
         self._events.record("pages_read", request_id=action.request_id, num_pages=len(pages))
         self._on(pull, ReadEnded(read_id=read_id, end=end))
 
     async def _land(self, action: Land) -> None:
         result = await self._device.land(action.land.moves)
-        refused = [reason for reason in result.refusals if reason is not None]
+        refused = [refusal.reason for refusal in result.refusals if refusal is not None]
         if refused:
             self._metrics.refused.inc(len(refused))
             log.warning(

@@ -6,19 +6,19 @@ source.
        |----close (cancelled)--> FAILED
 
 The receiver knows the prompt's tokens, so it knows the name that each page must carry. An announced
-page is read into a landing slot as soon as there is one, checked there and copied into the pool; a
-page that is refused is read again, `MAX_REFETCHES` times. Slots whose read was given up are
-quarantined in the landing zone.
+page is read into a landing slot as soon as there is one, checked there and copied into the pool,
+record by record (one for each KV head). Records that are refused are read again, they alone, a page
+at most `MAX_REFETCHES` times. Slots whose read was given up are quarantined in the landing zone.
 """
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 
 from common.errors import MalformedMessage, PageRefused, PrefillLost, PullFailed, TandemError
 from common.handoff_messages import PagesReady
-from common.scheduling.plan import LandingMove
+from common.scheduling.plan import LandingMove, Refused
 from common.scheduling.prompt_pages import PromptPage
 from common.types import BlockId
 from kvtransfer.landing import LandingZone, Slot
@@ -58,7 +58,7 @@ class Landed:
     """The checks of one read's pages: None where the page is in the pool now, else why not."""
 
     read_id: int
-    refusals: Sequence[str | None]
+    refusals: Sequence[Refused | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +133,8 @@ class _Announced:
     index: int
     block_id: BlockId
     generation: int
+    heads: tuple[int, ...] = ()
+    """Whose records are still wanted; empty: all."""
 
 
 @dataclass(slots=True)
@@ -238,7 +240,8 @@ class HandoffDestination:
         self._num_reads += 1
         self._reads[self._num_reads] = pages
         reads = tuple(
-            PageRead(kind=slot[0], block_id=page.block_id, slot=slot) for page, slot in pages
+            PageRead(kind=slot[0], block_id=page.block_id, slot=slot, heads=page.heads)
+            for page, slot in pages
         )
         return [StartRead(read_id=self._num_reads, pages=reads)]
 
@@ -262,9 +265,10 @@ class HandoffDestination:
             num_tokens=expected.num_tokens,
             incarnation=self.incarnation,
             generation=page.generation,
+            heads=page.heads,
         )
 
-    def _landed(self, read_id: int, refusals: Sequence[str | None]) -> list[Action]:
+    def _landed(self, read_id: int, refusals: Sequence[Refused | None]) -> list[Action]:
         self._landing.discard(read_id)
         pages = self._reads[read_id]
         good: list[int] = []
@@ -275,8 +279,10 @@ class HandoffDestination:
             self._refusals[page.index] = self._refusals.get(page.index, 0) + 1
             if self._refusals[page.index] > MAX_REFETCHES:
                 self._give_back(read_id)
-                return self._fail(PageRefused(f"page of block {page.index} refused: {refusal}"))
-            self._wanted.append(page)
+                return self._fail(
+                    PageRefused(f"page of block {page.index} refused: {refusal.reason}")
+                )
+            self._wanted.append(replace(page, heads=refusal.heads))
         self._done.update(good)
         while self._num_leading in self._done:
             self._num_leading += 1

@@ -37,6 +37,7 @@ class MemoryFabric:
         self._alterations: deque[Alter] = deque()
         self.num_reads = 0
         self.num_pages = 0
+        self.num_bytes = 0
 
     def join(self, incarnation: str, pool: Any) -> None:
         member = _Member(pool)
@@ -74,9 +75,14 @@ class MemoryRead:
 
 
 class MemoryTransport:
-    """`pool` and `landing` have tensors `packed` and `exact` of pages as rows."""
+    """`pool` and `landing` have tensors `packed` and `exact` of pages as rows, each of so many
+    records.
+    """
 
-    def __init__(self, fabric: MemoryFabric, incarnation: str, pool: Any, landing: Any) -> None:
+    def __init__(
+        self, fabric: MemoryFabric, incarnation: str, pool: Any, landing: Any, num_heads: int = 1
+    ) -> None:
+        self._num_heads = num_heads
         self._fabric = fabric
         self._incarnation = incarnation
         self._landing = landing
@@ -113,7 +119,11 @@ class MemoryTransport:
             self._fabric.num_pages += 1
             source = _rows(member.pool, page.kind)[page.block_id]
             target = _rows(self._landing, page.kind)[page.slot[1]]
-            target[:] = source
+            heads = page.heads or range(self._num_heads)
+            records, places = (row.reshape(self._num_heads, -1) for row in (source, target))
+            for head in heads:
+                self._fabric.num_bytes += records.shape[1]
+                places[head] = records[head]
             self._fabric.arrived(target)
         return ReadEnd.DONE
 

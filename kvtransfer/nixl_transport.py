@@ -54,6 +54,9 @@ class _Source:
     descriptors: Any
     num_packed: int
     num_exact: int
+    regions: Sequence[tuple[int, int, int]]
+    records: Any = None
+    """Descriptors of records; None until some are wanted."""
     is_gone: bool = False
     is_unlinked: bool = False
     num_reading: int = 0
@@ -67,6 +70,8 @@ class NixlRead:
     source: _Source
     local: list[int]
     remote: list[int]
+    of_records: bool = False
+    """The numbers are those of records, not of pages."""
     handle: Any = None
 
     async def wait(self) -> ReadEnd:
@@ -83,10 +88,11 @@ class _State:
 
 class NixlTransport:
     """`pool` and `landing` are page arenas: uint8 tensors `packed` [n, page_bytes] and `exact` [m,
-    page_bytes].
+    page_bytes], each page of `num_heads` records.
     """
 
-    def __init__(self, incarnation: str, pool: Any, landing: Any) -> None:
+    def __init__(self, incarnation: str, pool: Any, landing: Any, num_heads: int = 1) -> None:
+        self._num_heads = num_heads
         self._incarnation = incarnation
         self._pool = pool
         self._landing = landing
@@ -97,6 +103,7 @@ class NixlTransport:
         self._address: PoolAddress
         self._agent: Any
         self._local: Any
+        self._local_records: Any = None
         self._known: dict[str, _Source] = {}
         self._thread = threading.Thread(target=self._run, name="nixl", daemon=True)
 
@@ -128,16 +135,29 @@ class NixlTransport:
             raise PullFailed("a page was announced that is not in the prefill worker's pool")
         offset = {PageKind.PACKED: 0, PageKind.EXACT: source.num_packed}
         num_slots = self._landing.packed.shape[0]
+        local = [page.slot[1] + (num_slots if page.kind is PageKind.EXACT else 0) for page in pages]
+        remote = [page.block_id + offset[page.kind] for page in pages]
+        of_records = any(page.heads for page in pages)
+        if of_records:
+            local, remote = (self._records(numbers, pages) for numbers in (local, remote))
         read = NixlRead(
             end=asyncio.get_running_loop().create_future(),
             source=source,
-            local=[
-                page.slot[1] + (num_slots if page.kind is PageKind.EXACT else 0) for page in pages
-            ],
-            remote=[page.block_id + offset[page.kind] for page in pages],
+            local=local,
+            remote=remote,
+            of_records=of_records,
         )
         self._submit(lambda: self._start(read))
         return read
+
+    def _records(self, numbers: list[int], pages: Sequence[PageRead]) -> list[int]:
+        """Of the records wanted, from the numbers of their pages."""
+        every = range(self._num_heads)
+        return [
+            number * self._num_heads + head
+            for number, page in zip(numbers, pages, strict=True)
+            for head in page.heads or every
+        ]
 
     async def close(self) -> None:
         """Ends the thread. Reads still in flight are reported as of unknown end."""
@@ -175,18 +195,20 @@ class NixlTransport:
     def _prepare(
         self, agent_name: str, regions: Sequence[tuple[int, int, int]], like: torch.Tensor
     ) -> Any:
-        """A prepared list with one descriptor for each page of the regions, in order."""
+        """A prepared list with one descriptor for each row of the regions, in order: a page, or a
+        record of one.
+        """
         device = like.get_device() if like.is_cuda else 0
         rows = [
             np.stack(
                 [
-                    base + page_bytes * np.arange(num, dtype=np.uint64),
-                    np.full(num, page_bytes, dtype=np.uint64),
+                    base + row_bytes * np.arange(num, dtype=np.uint64),
+                    np.full(num, row_bytes, dtype=np.uint64),
                     np.full(num, device, dtype=np.uint64),
                 ],
                 axis=1,
             )
-            for base, page_bytes, num in regions
+            for base, row_bytes, num in regions
         ]
         memory = "VRAM" if like.is_cuda else "DRAM"
         return self._agent.prep_xfer_dlist(agent_name, np.concatenate(rows), mem_type=memory)
@@ -201,7 +223,9 @@ class NixlTransport:
             descriptors = self._prepare(_text(name), reply.pages, self._pool.packed)
         except Exception as error:
             raise PullFailed(f"cannot link to {reply.incarnation}: {error}") from error
-        source = _Source(reply.incarnation, _text(name), descriptors, num_packed, num_exact)
+        source = _Source(
+            reply.incarnation, _text(name), descriptors, num_packed, num_exact, reply.pages
+        )
         self._state.sources[reply.incarnation] = source
         return source
 
@@ -221,6 +245,8 @@ class NixlTransport:
             del self._state.sources[source.incarnation]
             try:
                 source.descriptors.release()
+                if source.records is not None:
+                    source.records.release()
                 self._agent.remove_remote_agent(source.agent_name)
             except Exception as error:
                 log.info("removing %s: %s", source.agent_name, error)
@@ -228,8 +254,9 @@ class NixlTransport:
     def _start(self, read: NixlRead) -> None:
         read.source.num_reading += 1
         try:
+            local, remote = self._descriptors(read)
             read.handle = self._agent.make_prepped_xfer(
-                "READ", self._local, read.local, read.source.descriptors, read.remote
+                "READ", local, read.local, remote, read.remote
             )
             state = self._agent.transfer(read.handle)
         except Exception as error:
@@ -239,6 +266,20 @@ class NixlTransport:
             self._state.reads.append(read)
         else:
             self._end(read, ReadEnd.DONE if state == "DONE" else ReadEnd.UNKNOWN)
+
+    def _descriptors(self, read: NixlRead) -> tuple[Any, Any]:
+        """Of records they are made when they are wanted first: after a refusal, which is rare."""
+        if not read.of_records:
+            return self._local, read.source.descriptors
+        heads = self._num_heads
+        if self._local_records is None:
+            regions = _records_of(_regions(self._landing), heads)
+            self._local_records = self._prepare("NIXL_INIT_AGENT", regions, self._landing.packed)
+        source = read.source
+        if source.records is None:
+            regions = _records_of(source.regions, heads)
+            source.records = self._prepare(source.agent_name, regions, self._pool.packed)
+        return self._local_records, source.records
 
     def _poll(self) -> bool:
         """Whether any read ended."""
@@ -335,6 +376,12 @@ class _PacedAgent(nixl_agent):  # type: ignore[misc,unused-ignore]
 
 def _regions(arena: Any) -> tuple[tuple[int, int, int], ...]:
     return tuple((t.data_ptr(), t.shape[1], t.shape[0]) for t in (arena.packed, arena.exact))
+
+
+def _records_of(
+    regions: Sequence[tuple[int, int, int]], num_heads: int
+) -> list[tuple[int, int, int]]:
+    return [(base, size // num_heads, num * num_heads) for base, size, num in regions]
 
 
 def _text(name: Any) -> str:

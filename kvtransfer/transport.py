@@ -35,11 +35,14 @@ class PoolAddress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageRead:
-    """Read one page of the source's pool into one landing slot of the same kind."""
+    """Read one page of the source's pool into one landing slot of the same kind; with `heads`, the
+    records of these KV heads only.
+    """
 
     kind: PageKind
     block_id: BlockId
     slot: Slot
+    heads: tuple[int, ...] = ()
 
 
 class Read(Protocol):

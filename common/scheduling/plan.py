@@ -152,7 +152,9 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LandingMove:
-    """Check the page in a landing slot against what it must be, and copy it into the pool."""
+    """Check the page in a landing slot against what it must be, and copy it into the pool. With
+    `heads`, their records only: the others are there already.
+    """
 
     kind: PageKind
     slot: int
@@ -161,12 +163,21 @@ class LandingMove:
     num_tokens: int
     incarnation: int
     generation: int
+    heads: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refused:
+    """Records of these KV heads are not what they must be, and were not copied; those of other
+    heads are in the pool. `reason` is the first one's.
+    """
+
+    heads: tuple[int, ...]
+    reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LandingResult:
-    """For each move, None when the page is in the pool, else why it was refused (then nothing was
-    copied).
-    """
+    """For each move, None when all of it is in the pool."""
 
-    refusals: Sequence[str | None]
+    refusals: Sequence[Refused | None]

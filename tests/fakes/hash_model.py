@@ -211,7 +211,7 @@ class HashRunner:
         signed = tag.with_checksum(checksum(page))
         page[-TAG_BYTES:] = np.frombuffer(signed.pack(), dtype=np.uint8)
 
-    def _land(self, move: LandingMove) -> str | None:
+    def _land(self, move: LandingMove) -> Refused | None:
         page = self.landing.rows(move.kind)[move.slot]
         wanted = PageTag(
             content_hash=move.content_hash,
@@ -224,7 +224,7 @@ class HashRunner:
         )
         refusal = tag_mismatch(PageTag.unpack(page[-TAG_BYTES:].tobytes()), wanted)
         if refusal is not None:
-            return refusal
+            return Refused(heads=(0,), reason=refusal)
         target = self.pool.rows(move.kind)[move.block_id]
         target[:] = page
         target[-TAG_BYTES:] = 0
