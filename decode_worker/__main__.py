@@ -60,7 +60,12 @@ async def assemble(parts: Parts) -> Assembly:
 async def _open_wire(parts: Parts) -> Wire:
     from kvtransfer.nixl_transport import NixlTransport
 
-    transport = NixlTransport(parts.identity.incarnation, parts.runner.pool, parts.runner.landing)
+    transport = NixlTransport(
+        parts.identity.incarnation,
+        parts.runner.pool,
+        parts.runner.landing,
+        parts.runner.layout.num_kv_heads,
+    )
     await transport.open()
     zone = LandingZone(
         num_packed=parts.sizes.num_landing_packed, num_exact=parts.sizes.num_landing_exact
@@ -89,6 +94,7 @@ async def _open_wire(parts: Parts) -> Wire:
         zone=zone,
         links=links,
         page_bytes={kind: layout.page_bytes(kind) for kind in PageKind},
+        num_heads=layout.num_kv_heads,
         give_up=parts.give_up,
     )
 

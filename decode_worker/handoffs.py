@@ -39,7 +39,7 @@ from decode_worker.core import DecodeCore
 from decode_worker.links import Links
 from kvtransfer.destination import Fact, Landed, ReadEnded, ReadFailed, Stalled, StreamEnded
 from kvtransfer.landing import LandingZone
-from kvtransfer.transport import Transport
+from kvtransfer.transport import PageRead, Transport
 from worker.context import WorkerContext
 
 log = logging.getLogger(__name__)

@@ -13,7 +13,12 @@ def run(config: WorkerConfig) -> int:
 
 
 async def assemble(parts: Parts) -> Assembly:
-    transport = NixlTransport(parts.identity.incarnation, parts.runner.pool, parts.runner.landing)
+    transport = NixlTransport(
+        parts.identity.incarnation,
+        parts.runner.pool,
+        parts.runner.landing,
+        parts.runner.layout.num_kv_heads,
+    )
     await transport.open()
     core = PrefillCore(
         parts.cache,

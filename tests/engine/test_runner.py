@@ -226,7 +226,7 @@ def test_landing_refuses_pages_that_are_not(
     landed(runner)
     [refusal] = runner.land([wanted]).refusals
     assert refusal is not None
-    assert refusal.startswith(f"head 0: {named}")
+    assert refusal.reason.startswith(f"head 0: {named}")
     assert not runner.pool.packed[5].any()
 
 
@@ -238,7 +238,8 @@ def test_landing_refuses_a_page_with_any_flipped_bit(runner: ModelRunner, at: in
     [refusal] = runner.land([move()]).refusals
     bad = 0 if at >= 0 else runner.config.num_kv_heads - 1
     assert refusal is not None
-    assert refusal.startswith(f"head {bad}: ")
+    assert refusal.reason.startswith(f"head {bad}: ")
+    assert refusal.heads == (bad,)
     found, sent = (arena.records(PageKind.PACKED) for arena in (runner.pool, runner.landing))
     for head in range(runner.config.num_kv_heads):
         lands = torch.equal(found[5, head, :-64], sent[0, head, :-64])
@@ -256,7 +257,7 @@ def test_landing_refuses_another_layout(tiny_runner: MakeRunner) -> None:
     runner.pages.origin = other.pages.origin
     [refusal] = runner.land([move()]).refusals
     assert refusal is not None
-    assert refusal.startswith("head 0: fingerprint")
+    assert refusal.reason.startswith("head 0: fingerprint")
 
 
 def test_an_output_goes_on_from_landed_pages(tiny_runner: MakeRunner) -> None:

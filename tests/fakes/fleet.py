@@ -206,6 +206,12 @@ class Worker:
         return self.metrics.registry.get_sample_value(f"tandem_{name}", labels or {}) or 0.0
 
 
+def _num_heads(runner: Any) -> int:
+    """Records of a page; the hash model's pages have one."""
+    layout = getattr(runner, "layout", None)
+    return 1 if layout is None else int(layout.num_kv_heads)
+
+
 class Fleet:
     def __init__(self, group: TaskGroup, **settings: Any) -> None:
         self.group = group
@@ -250,7 +256,9 @@ class Fleet:
         device = SteppedDevice(
             runner, s.get("step_s", STEP_S), s.get("step_times"), s.get("logits_share", 0.1)
         )
-        transport = MemoryTransport(self.fabric, incarnation, runner.pool, runner.landing)
+        transport = MemoryTransport(
+            self.fabric, incarnation, runner.pool, runner.landing, _num_heads(runner)
+        )
         watchdog = Watchdog(LoopClock().now())
         parts = {
             "identity": identity,
@@ -351,11 +359,13 @@ class Fleet:
             metrics=parts["metrics"],
             page_bytes=1,
         )
+        num_heads = _num_heads(device.runner)
         wire = Wire(
             transport=transport,
             zone=zone,
             links=links,
             page_bytes={PageKind.PACKED: 1, PageKind.EXACT: 1},
+            num_heads=num_heads,
             give_up=self.given_up.append,
         )
         service = DecodeService(

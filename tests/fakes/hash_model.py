@@ -20,6 +20,7 @@ from common.scheduling.plan import (
     OutputStart,
     PageKind,
     PrefillChunk,
+    Refused,
     StepPlan,
     StepResult,
     TagOrder,

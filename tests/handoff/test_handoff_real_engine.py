@@ -12,6 +12,7 @@ import pytest
 
 from commands.demo_model import prepare
 from common.environment import home
+from common.scheduling.plan import PageKind
 from common.types import Role, SamplingParams
 from engine.config import EngineConfig
 from engine.load import load_runner
@@ -182,6 +183,44 @@ def test_a_second_turn_reuses_the_decode_workers_pages_to_the_bit(
                 assert whole.num_cached_tokens == (len(third) - 1) // BLOCK * BLOCK
                 other = await local.generate(third, turn(seed), cache_salt="another tenant's")
                 assert (other.tokens, other.num_cached_tokens) == (fresh.tokens, 0)
+            await asyncio.sleep(2)
+            f.check_at_rest()
+
+    with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
+        runner.run(main())
+
+
+def test_a_flipped_byte_costs_one_record_and_no_token(runners: dict[int, ModelRunner]) -> None:
+    """A page has a record for each of the model's 3 KV heads: only the bad one is read again."""
+
+    def make(**sizes: Any) -> ModelRunner:
+        number = sizes["incarnation"]
+        if number not in runners:
+            runners[number] = real_runner(**sizes)
+        return runners[number]
+
+    def flip(row: Any) -> None:
+        row[len(row) // 2] ^= 1
+
+    async def main() -> None:
+        async with fleet(
+            num_prefill=0, num_decode=0, num_packed=400, num_exact=64, runner=make, chunk_tokens=64
+        ) as f:
+            f.add(Role.PREFILL, "p0")
+            d = f.add(Role.DECODE, "d0")
+            client, prompt = f.client("d0", "p0"), prompt_of(100, 5)
+            wanted = await client.generate(prompt, turn(1), cache_salt="clean")
+            at_first = f.fabric.num_bytes
+            again = await client.generate(prompt, turn(1), cache_salt="clean too")
+            whole = f.fabric.num_bytes - at_first
+            f.fabric.alter(1, flip)
+            found = await client.generate(prompt, turn(1), cache_salt="flipped")
+            layout = d.runner.layout
+            assert layout.num_kv_heads == 3
+            assert again.tokens == found.tokens == wanted.tokens
+            assert d.metric("pages_refused_total") == 1
+            more = f.fabric.num_bytes - at_first - 2 * whole
+            assert more == layout.record_bytes(PageKind.EXACT)  # the first page is block 0's
             await asyncio.sleep(2)
             f.check_at_rest()
 

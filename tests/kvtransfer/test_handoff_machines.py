@@ -8,7 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from common.errors import InternalError, MalformedMessage, PageRefused, PrefillLost
 from common.handoff_messages import FirstTokens, PagesReady
-from common.scheduling.plan import PageKind
+from common.scheduling.plan import PageKind, Refused
 from common.scheduling.prompt_pages import PromptPage
 from kvtransfer.destination import (
     Acknowledge,
@@ -51,6 +51,7 @@ def page(index: int) -> Page:
     return Page(index=index, kind=kind, block_id=100 + index, generation=index + 1)
 
 
+TORN = Refused(heads=(0,), reason="checksum: torn")
 DONE = PromptDone(FirstTokens(token_ids=(7,), logprobs=(None,), num_cached_tokens=0))
 
 
@@ -188,12 +189,36 @@ def test_the_third_refusal_of_a_page_ends_the_handoff() -> None:
         (read,) = actions
         assert isinstance(read, StartRead)
         d.on(ReadEnded(read_id=read.read_id, end=ReadEnd.DONE))
-        actions = d.on(Landed(read_id=read.read_id, refusals=("checksum: torn",)))
+        actions = d.on(Landed(read_id=read.read_id, refusals=(TORN,)))
         assert (attempt == 2) == isinstance(actions[0], Fail)
     (fail,) = actions
     assert isinstance(fail, Fail)
     assert isinstance(fail.error, PageRefused)
     assert "checksum: torn" in fail.error.message
+
+
+def test_records_that_are_refused_are_read_again_alone() -> None:
+    """Of two pages one lands, of the other all but two heads; then one of these."""
+    d = destination(num_pages=2)
+    (read,) = d.on(announce(0, 2))
+    refused: tuple[tuple[int, ...], ...] = ((1, 3), (3,))
+    for attempt, heads in enumerate(refused):
+        assert isinstance(read, StartRead)
+        (land,) = d.on(ReadEnded(read_id=read.read_id, end=ReadEnd.DONE))
+        assert isinstance(land, Land)
+        landed = [None, Refused(heads=heads, reason="torn")][-len(land.moves) :]
+        actions = d.on(Landed(read_id=read.read_id, refusals=landed))
+        assert [type(action) for action in actions] == [Acknowledge, StartRead][attempt:]
+        read = actions[-1]
+        assert isinstance(read, StartRead)
+        assert [page.heads for page in read.pages] == [heads]
+    assert isinstance(read, StartRead)
+    (land,) = d.on(ReadEnded(read_id=read.read_id, end=ReadEnd.DONE))
+    assert isinstance(land, Land)
+    assert [move.heads for move in land.moves] == [(3,)]
+    assert d.on(Landed(read_id=read.read_id, refusals=(None,))) == [
+        Acknowledge(blocks=(1,), num_leading=2)
+    ]
 
 
 def test_nonsense_from_the_source_ends_the_handoff() -> None:
@@ -286,7 +311,7 @@ class DestinationMachine(RuleBasedStateMachine):
     @rule(data=st.data(), refuse=st.booleans())
     def landed(self, data: st.DataObject, refuse: bool) -> None:
         which, land = self.lands.pop(data.draw(st.integers(0, len(self.lands) - 1)))
-        refusals = ("torn" if refuse else None, *(None for _ in land.moves[1:]))
+        refusals = (TORN if refuse else None, *(None for _ in land.moves[1:]))
         self.perform(which, self.pulls[which].on(Landed(read_id=land.read_id, refusals=refusals)))
 
     @rule(which=st.integers(0, 1))

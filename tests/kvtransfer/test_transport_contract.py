@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -28,7 +29,7 @@ async def memory_pair() -> Pair:
     fabric = MemoryFabric()
     source = MemoryTransport(fabric, "source", filled_pool(), arena(0, 0))
     landing = arena(8, 4)
-    reader = MemoryTransport(fabric, "reader", arena(1, 1), landing)
+    reader = MemoryTransport(fabric, "reader", arena(1, 1), landing, num_heads=2)
     address = source.describe()
     reply = LinkReply(
         incarnation="source",
@@ -45,7 +46,7 @@ async def memory_pair() -> Pair:
 async def nixl_pair() -> Pair:
     source = NixlTransport("contract-source", filled_pool(), arena(0, 0))
     landing = arena(8, 4)
-    reader = NixlTransport("contract-reader", arena(1, 1), landing)
+    reader = NixlTransport("contract-reader", arena(1, 1), landing, num_heads=2)
     await source.open()
     await reader.open()
     return reader, reply_of(source, "contract-source"), landing
@@ -74,6 +75,13 @@ def test_contract(make: Callable[[], Awaitable[Pair]]) -> None:
         assert landing.exact[2].unique().tolist() == [103]
         assert landing.packed[1:7].unique().tolist() == [0], "nothing else was touched"
         assert landing.exact[[0, 1, 3]].unique().tolist() == [0]
+        one_head = replace(packed(7, 2), heads=(1,))
+        read = reader.read(reply.incarnation, [one_head, exact(4, 3)])
+        assert await read.wait() is ReadEnd.DONE
+        half = landing.packed.shape[1] // 2
+        assert landing.packed[2, :half].unique().tolist() == [0], "the other head's record"
+        assert landing.packed[2, half:].unique().tolist() == [7]
+        assert landing.exact[3].unique().tolist() == [104], "beside it a whole page"
         reader.unlink(reply.incarnation)
         with pytest.raises(PullFailed):
             reader.read(reply.incarnation, [packed(0, 0)])
