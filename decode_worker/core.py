@@ -247,7 +247,8 @@ class DecodeCore:
         """What came of a step, or of a hand-off's first tokens."""
         for done in facts.prefilled:
             self._tell_one(done.request_id, done)
-        self._tell_tokens(facts, is_from_prefill=is_from_prefill)
+        if facts.request_ids:
+            self._tell_tokens(facts, is_from_prefill=is_from_prefill)
         for request_id, error in facts.failed:
             self._fail(request_id, error)
         for request_id in facts.ended:

@@ -2,8 +2,8 @@
 
 A mask of a wide grammar takes longer than a step of many streams, and a step waits for all of its
 masks. So the masks of one step may take about as long as the step without them; outputs that do not
-fit wait for their turn. Quick grammars, nearly all of them, are never left out. Pure;
-`BatchScheduler` asks before each plan and tells what each step's masks took.
+fit wait for their turn. Quick grammars, nearly all of them, are never left out. Pure; `RunningSet`
+asks before each step and tells what its masks took.
 """
 
 from collections import OrderedDict

@@ -132,7 +132,8 @@ class Handoffs:
             case Land():
                 self._group.start_soon(self._land, action)
             case Expect(pull=pull, within_s=within_s):
-                self._expect(pull, within_s)
+                if pull in self._handoffs:  # else the worker is ending
+                    self._expect(pull, within_s)
             case GiveUp(reason=reason):
                 self._wire.give_up(reason)
 

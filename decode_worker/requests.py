@@ -86,6 +86,8 @@ class Requests:
     def take_decodes(self, flight: Flight, result: StepResult, row: int, facts: Facts) -> None:
         """A step's tokens, from that row of the result on."""
         failed, running = set(result.failed), self._running.outputs
+        token_ids, logprobs = result.token_ids, result.logprobs
+        computed, take = self._running.computed, self.take
         for key, output in flight.decodes.items():
             is_running = running.get(key) is output  # else it has ended since it was planned
             if key in failed:
@@ -93,8 +95,8 @@ class Requests:
                     self.fail(output.entry, result.failure(key), facts)
                 continue
             if is_running:
-                self._running.computed(output)
-                self.take(output, result.token_ids[row], result.logprobs[row], facts)
+                computed(output)
+                take(output, token_ids[row], logprobs[row], facts)
             row += 1
 
     def take(

@@ -4,7 +4,7 @@
                           -> deadline passed -> take_expired
 
 Order and fairness are those of `FairLine`; within a client the oldest goes first. A request that
-does not fit lets smaller ones pass for at most `MAX_OVERTAKEN_S`. Used by `BatchScheduler` alone.
+does not fit lets smaller ones pass for at most `MAX_OVERTAKEN_S`. Used by `Admission` alone.
 """
 
 from collections import Counter

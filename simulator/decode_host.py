@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from common.errors import TandemError
-from common.handoff_messages import FirstTokens, HandoffRequest, PagesReady
+from common.handoff_messages import FirstTokens, HandoffRequest
 from common.messages import Failed, GenerateRequest, Route, Submit, unpack_tokens
 from common.scheduling.block_hash import HashRoots
 from common.scheduling.kv_cache import KvCache
 from common.scheduling.step_time import StepShape
-from common.types import RequestId, Role
+from common.types import Role
 from decode_worker import actions as do
 from decode_worker.admission import PLACE_S
 from decode_worker.core import DecodeCore
@@ -29,21 +29,12 @@ from kvtransfer.transport import ReadEnd
 from simulator.clients import Clients
 from simulator.events import EventQueue
 from simulator.host import LATENCY_S, MODEL_FINGERPRINT, Host, WorkerSetup, sampled
-from simulator.prefill_host import PrefillHost
+from simulator.prefill_host import PrefillHost, Pull
 
 MAX_STRETCH = 64
 """Steps advanced at once; a message in between makes the rest of them worthless."""
 
 Deliver = Callable[["DecodeHost", list[object]], None]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Pull:
-    """The hand-off's stream, as its two ends know it."""
-
-    host: "DecodeHost"
-    source: PrefillHost
-    id: do.PullId
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +71,6 @@ class DecodeHost(Host):
         self._stretch: _Stretch | None = None
         self._step_ends_at = 0.0
         self._outbox: list[object] = []
-
-    def token_of(self, request_id: RequestId) -> int:
-        return self._clients[request_id].token_id
 
     # --- messages from the router -----------------------------------------------------------------
 
@@ -231,7 +219,10 @@ class DecodeHost(Host):
     def _connect(self, action: do.Connect) -> None:
         self.events.send(self.events.now + PLACE_S, self._places_freed)
         source = self._sources[action.address]
-        self._pulls[action.pull] = Pull(self, source, action.pull)
+        token_id = self._clients[action.request_id].token_id
+        self._pulls[action.pull] = Pull(
+            action.pull, source, token_id, self._from_prefill, self._handoff_failed
+        )
         link = do.Link(
             address=source.address,
             incarnation=source.incarnation,
@@ -247,12 +238,12 @@ class DecodeHost(Host):
         else:
             self._to(pull.source.hear, pull, message)
 
-    def from_prefill(self, pull: Pull, message: PagesReady | FirstTokens) -> None:
+    def _from_prefill(self, pull: Pull, message: object) -> None:
         if isinstance(message, FirstTokens):  # else it begins reads at most: no matter to the steps
             self.settle()
         self._pulled(self._core.heard(pull.id, message, self.events.now))
 
-    def handoff_failed(self, pull: Pull, error: TandemError) -> None:
+    def _handoff_failed(self, pull: Pull, error: TandemError) -> None:
         self.settle()
         self._on(pull.id, StreamEnded(error=error))
 

@@ -3,9 +3,8 @@ decides.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from common.errors import TandemError
 from common.handoff_messages import HandoffRequest
@@ -13,19 +12,24 @@ from common.messages import unpack_tokens
 from common.scheduling.block_hash import HashChain, HashRoots
 from common.scheduling.step_time import StepShape
 from common.types import OutputKey
+from decode_worker.actions import PullId
 from prefill_worker.core import Action, EndStream, PrefillCore, Send
 from simulator.events import EventQueue
 from simulator.host import MODEL_FINGERPRINT, Host, WorkerSetup, sampled
 from worker.watch import Load
 
-if TYPE_CHECKING:
-    from simulator.decode_host import Pull
-
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Handoff:
-    pull: "Pull"
+class Pull:
+    """A hand-off's stream, as its two ends know it. The receiver takes what is sent, or why the
+    sender will not; each of the prompt's tokens is `token_id`.
+    """
+
+    id: PullId
+    source: "PrefillHost"
     token_id: int
+    receive: Callable[["Pull", object], None]
+    failed: Callable[["Pull", TandemError], None]
 
 
 class PrefillHost(Host):
@@ -38,7 +42,7 @@ class PrefillHost(Host):
             max_model_len=setup.max_model_len,
             handoff_stall_s=math.inf,
         )
-        self._handoffs: dict[OutputKey, _Handoff] = {}
+        self._pulls: dict[OutputKey, Pull] = {}
         self._keys: dict[int, OutputKey] = {}
         """By the pull's id."""
 
@@ -48,20 +52,19 @@ class PrefillHost(Host):
 
     # --- messages ---------------------------------------------------------------------------------
 
-    def open(self, message: HandoffRequest, chain: HashChain, pull: "Pull") -> None:
+    def open(self, message: HandoffRequest, chain: HashChain, pull: Pull) -> None:
         """A hand-off begins. `chain` covers the prompt: both sides would compute the same one."""
         token_ids = unpack_tokens(message.request.token_ids)
         try:
             key = self._core.begin(message, token_ids, chain, self.events.now)
         except TandemError as error:
-            self._to(pull.host.handoff_failed, pull, error)
+            self._to(pull.failed, pull, error)
             return
-        token_id = pull.host.token_of(message.request.request_id)
-        self._handoffs[key] = _Handoff(pull, token_id)
+        self._pulls[key] = pull
         self._keys[id(pull)] = key
         self._wake()
 
-    def hear(self, pull: "Pull", message: object | None) -> None:
+    def hear(self, pull: Pull, message: object | None) -> None:
         """From the receiver; None: it half-closes."""
         key = self._keys.get(id(pull))
         if key is not None:
@@ -72,12 +75,11 @@ class PrefillHost(Host):
         for action in actions:
             match action:
                 case Send(key=key, message=message):
-                    pull = self._handoffs[key].pull
-                    self._to(pull.host.from_prefill, pull, message)
+                    pull = self._pulls[key]
+                    self._to(pull.receive, pull, message)
                 case EndStream(key=key, error=error):
                     assert error is None
-                    pull = self._handoffs.pop(key).pull
-                    del self._keys[id(pull)]
+                    del self._keys[id(self._pulls.pop(key))]
                     self._core.end(key, self.events.now)
 
     # --- steps ------------------------------------------------------------------------------------
@@ -106,5 +108,5 @@ class PrefillHost(Host):
         self._begin()
 
     def _token_of(self, key: OutputKey) -> int:
-        handoff = self._handoffs.get(key)
-        return 0 if handoff is None else handoff.token_id
+        pull = self._pulls.get(key)
+        return 0 if pull is None else pull.token_id

@@ -65,13 +65,14 @@ def prompt_pages(
     table: BlockTable, names: PromptNames, first_block: int, end_block: int
 ) -> list[PromptPage]:
     """Of blocks `first_block` to `end_block` - 1; `table` has their pages."""
+    size, num_full = names.block_size, names.num_full
     return [
         PromptPage(
             index=index,
-            kind=PageKind.PACKED if 0 < index < names.num_full else PageKind.EXACT,
-            block_id=_block_id(table, index, is_open=index == names.num_full),
-            content_hash=names.full[index] if index < names.num_full else _open(names),
-            num_tokens=min(names.block_size, names.num_tokens - index * names.block_size),
+            kind=PageKind.PACKED if 0 < index < num_full else PageKind.EXACT,
+            block_id=_block_id(table, index, is_open=index == num_full),
+            content_hash=names.full[index] if index < num_full else _open(names),
+            num_tokens=min(size, names.num_tokens - index * size),
         )
         for index in range(first_block, end_block)
     ]
