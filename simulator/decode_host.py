@@ -29,21 +29,12 @@ from kvtransfer.transport import ReadEnd
 from simulator.clients import Clients
 from simulator.events import EventQueue
 from simulator.host import LATENCY_S, MODEL_FINGERPRINT, Host, WorkerSetup, sampled
-from simulator.prefill_host import PrefillHost
+from simulator.prefill_host import PrefillHost, Pull
 
 MAX_STRETCH = 64
 """Steps advanced at once; a message in between makes the rest of them worthless."""
 
 Deliver = Callable[["DecodeHost", list[object]], None]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Pull:
-    """The hand-off's stream, as its two ends know it."""
-
-    host: "DecodeHost"
-    source: PrefillHost
-    id: do.PullId
 
 
 @dataclass(frozen=True, slots=True)

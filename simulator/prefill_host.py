@@ -5,26 +5,43 @@ decides.
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from common.errors import TandemError
-from common.handoff_messages import HandoffRequest
+from common.handoff_messages import FirstTokens, HandoffRequest, PagesReady
 from common.messages import unpack_tokens
 from common.scheduling.block_hash import HashChain, HashRoots
 from common.scheduling.step_time import StepShape
-from common.types import OutputKey
+from common.types import OutputKey, RequestId
+from decode_worker.actions import PullId
 from prefill_worker.core import Action, EndStream, PrefillCore, Send
 from simulator.events import EventQueue
 from simulator.host import MODEL_FINGERPRINT, Host, WorkerSetup, sampled
 from worker.watch import Load
 
-if TYPE_CHECKING:
-    from simulator.decode_host import Pull
+
+class Receiver(Protocol):
+    """The host of a decode worker, as hand-offs know it."""
+
+    def token_of(self, request_id: RequestId) -> int: ...
+
+    def from_prefill(self, pull: "Pull", message: PagesReady | FirstTokens) -> None: ...
+
+    def handoff_failed(self, pull: "Pull", error: TandemError) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pull:
+    """The hand-off's stream, as its two ends know it."""
+
+    host: Receiver
+    source: "PrefillHost"
+    id: PullId
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Handoff:
-    pull: "Pull"
+    pull: Pull
     token_id: int
 
 
@@ -48,7 +65,7 @@ class PrefillHost(Host):
 
     # --- messages ---------------------------------------------------------------------------------
 
-    def open(self, message: HandoffRequest, chain: HashChain, pull: "Pull") -> None:
+    def open(self, message: HandoffRequest, chain: HashChain, pull: Pull) -> None:
         """A hand-off begins. `chain` covers the prompt: both sides would compute the same one."""
         token_ids = unpack_tokens(message.request.token_ids)
         try:
@@ -61,7 +78,7 @@ class PrefillHost(Host):
         self._keys[id(pull)] = key
         self._wake()
 
-    def hear(self, pull: "Pull", message: object | None) -> None:
+    def hear(self, pull: Pull, message: object | None) -> None:
         """From the receiver; None: it half-closes."""
         key = self._keys.get(id(pull))
         if key is not None:
