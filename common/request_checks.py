@@ -1,7 +1,7 @@
 """What a worker checks of a request before the engine sees it.
 
-The router has checked all of this before, with better error messages. But whoever reaches a worker's
-port can send it anything, so it checks again whatever could hurt it.
+The router has checked all of this before, with better error messages. But whoever reaches a
+worker's port can send it anything, so it checks again whatever could hurt it.
 """
 
 import math

@@ -1,14 +1,9 @@
 """The part of a worker process that both roles share: open the engine and the network, serve,
 drain, close.
 
-<<<<<<< HEAD
-prefill_worker/__main__.py, decode_worker/__main__.py: assemble(parts) -> service     the wiring
-run_worker(config, assemble)                                               the frame
-=======
-    prefill_worker/__main__.py, decode_worker/__main__.py    run(config), assemble(parts, group)
+    prefill_worker/__main__.py, decode_worker/__main__.py    run(config), assemble(parts)
         v
     run_worker(config, assemble)                             opens parts, serves what was assembled
->>>>>>> a07f710 (Docs: rooms of today with their picture, README's speed in points, shorter decisions, sentences a stranger can follow)
 """
 
 import logging
