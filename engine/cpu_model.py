@@ -48,7 +48,7 @@ class CpuModel:
         num_threads: int,
     ) -> None:
         self._config = config
-        self._weights = weights
+        self.weights = weights
         self._pool = pool
         self._num_threads = num_threads
         self._max_num_tokens = 0
@@ -74,7 +74,7 @@ class CpuModel:
             self._reserve(len(batch.token_ids))
         self._model[0] = self._config.num_layers if num_layers is None else num_layers
         self._on_team(
-            k.layers, self._model, self._weights.layers, self._pages, self._eps, self._head_eps,
+            k.layers, self._model, self.weights.layers, self._pages, self._eps, self._head_eps,
             self._scale, batch.token_ids, batch.items, batch.runs, batch.tables,
         )  # fmt: skip
 
@@ -113,7 +113,7 @@ class CpuModel:
 
     def _reserve(self, tokens: int) -> None:
         """Workspaces for this many rows."""
-        config, weights, sizes = self._config, self._weights, self._sizes
+        config, weights, sizes = self._config, self.weights, self._sizes
         self._max_num_tokens = tokens
         q_width = config.num_heads * sizes.head_dim
         kv_width = config.num_kv_heads * sizes.head_dim
@@ -179,7 +179,7 @@ class CpuWeights:
         self._is_int8 = weight_dtype == "int8"
         self._checkpoint = checkpoint
         self._config = config
-        self._tensors: list[Tensor] = []
+        self.tensors: list[Tensor] = []
         self._has_output_bias = checkpoint.has_output_bias(config)
         self._dtype = _common_dtype(checkpoint)
         self.kind = I8_WEIGHTS if self._is_int8 else KINDS[self._dtype]
@@ -269,7 +269,7 @@ class CpuWeights:
 
     def _keep(self, tensor: Tensor) -> int:
         tensor = tensor.contiguous()
-        self._tensors.append(tensor)
+        self.tensors.append(tensor)
         return tensor.data_ptr()
 
 

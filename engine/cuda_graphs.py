@@ -91,7 +91,7 @@ class StaticBuffers:
         bytes_of_row = 2 * 4 + 8 * (ITEM_FIELDS + RUN_FIELDS + 3) + 4 * max_blocks
         num_columns = len(DeviceStep.__dataclass_fields__)
         self._inputs = InputBuffer(device, max_rows * bytes_of_row + num_columns * ALIGN)
-        self._tables = torch.zeros((max_rows, max_blocks), dtype=torch.int32, device=device)
+        self.tables = torch.zeros((max_rows, max_blocks), dtype=torch.int32, device=device)
         self.logits = torch.zeros((max_rows, vocab_size), dtype=torch.float32, device=device)
 
     def fill(self, columns: StepColumns) -> DeviceStep:
@@ -100,8 +100,8 @@ class StaticBuffers:
         """
         step = self._inputs.send(columns)
         rows, width = columns.tables.shape
-        self._tables[:rows, :width].copy_(step.tables)
-        return replace(step, tables=self._tables[:rows])
+        self.tables[:rows, :width].copy_(step.tables)
+        return replace(step, tables=self.tables[:rows])
 
 
 @dataclass(frozen=True, slots=True)

@@ -93,7 +93,7 @@ class GrammarTable:
         self._compiling = ThreadPoolExecutor(
             1, thread_name_prefix="compile", initializer=_step_back
         )
-        self._compiled = CompiledCache()
+        self.compiled = CompiledCache()
         self._lock = threading.Lock()
         self._matchers: dict[OutputKey, Following] = {}
         self._suspects: OrderedDict[str, None] = OrderedDict()
@@ -171,7 +171,7 @@ class GrammarTable:
 
     def _compile(self, grammar: str) -> LLMatcher:
         with self._lock:
-            matcher = self._compiled.get(grammar)
+            matcher = self.compiled.get(grammar)
         if matcher is not None:
             return matcher
         if self._tokenizer is None:
@@ -182,7 +182,7 @@ class GrammarTable:
         matcher = new_matcher(self._tokenizer, grammar)
         num_bytes = max(allocated_bytes() - before, LEAST_BYTES + len(grammar))
         with self._lock:
-            self._compiled.put(grammar, matcher, num_bytes)
+            self.compiled.put(grammar, matcher, num_bytes)
         return matcher
 
 

@@ -54,7 +54,7 @@ class OutputTable:
         self._row_of: dict[OutputKey, int] = {}
         self._free = list(range(FIRST_ROWS - 1, -1, -1))
         self._prompts: dict[int, Prompt] = {}
-        self._extras: dict[int, Extras] = {}
+        self.extras: dict[int, Extras] = {}
         self._biases = Biases()
         self.tables = np.zeros((FIRST_ROWS, max_blocks), dtype=np.int32)
         self.num_blocks = np.zeros(FIRST_ROWS, dtype=np.int32)
@@ -115,7 +115,7 @@ class OutputTable:
         if extras := Extras.of(
             sampling, prompt, output, self._vocab_size, self._device, self._biases
         ):
-            self._extras[row] = extras
+            self.extras[row] = extras
         if not start.block_ids:
             self._prompts[row] = Prompt(tokens, sampling, start.output_index)
 
@@ -127,7 +127,7 @@ class OutputTable:
         self._free.append(row)
         self._owner[row] = 0
         self._prompts.pop(row, None)
-        self._extras.pop(row, None)
+        self.extras.pop(row, None)
 
     def place_chunk(self, chunk: PrefillChunk) -> tuple[int, NDArray[np.int32]]:
         """Take over a chunk's table; its row and its tokens."""
@@ -166,9 +166,9 @@ class OutputTable:
 
     def sampling_rows(self, rows: NDArray[np.int64], seeds: NDArray[np.uint64]) -> SamplingRows:
         extras = {}
-        if self._extras:
+        if self.extras:
             extras = {
-                i: self._extras[row] for i, row in enumerate(rows.tolist()) if row in self._extras
+                i: self.extras[row] for i, row in enumerate(rows.tolist()) if row in self.extras
             }
         return SamplingRows(
             temperature=self.temperature[rows],
@@ -201,11 +201,11 @@ class OutputTable:
         places: NDArray[np.int64] = sampling.places[is_kept]
         self.last_token[rows] = token_ids[places]
         self.unread[rows] = READ
-        if self._prompts or self._extras:
+        if self._prompts or self.extras:
             for row, token_id in zip(rows.tolist(), token_ids[places].tolist(), strict=True):
                 self._prompts.pop(row, None)
-                if row in self._extras:
-                    self._extras[row].record(token_id)
+                if row in self.extras:
+                    self.extras[row].record(token_id)
         return places
 
     def _set_tail(self, row: int, block_id: BlockId) -> None:

@@ -103,13 +103,13 @@ def accuracy_of(name: str, runner: ModelRunner, tasks: Sequence[Task], block_siz
 
 
 def _is_right(runner: ModelRunner, task: Task, block_size: int) -> bool:
-    scores = [_score(runner, task.prompt, choice, block_size) for choice in task.choices]
+    scores = [score(runner, task.prompt, choice, block_size) for choice in task.choices]
     if task.answer is None:
         return scores[0][1]
     return int(np.argmax([likelihood for likelihood, _ in scores])) == task.answer
 
 
-def _score(
+def score(
     runner: ModelRunner, prompt: NDArray[np.int32], choice: NDArray[np.int32], block_size: int
 ) -> tuple[float, bool]:
     """Log-likelihood of `choice` after `prompt`; whether each of its tokens is the likeliest."""

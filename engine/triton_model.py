@@ -60,7 +60,7 @@ class TritonModel:
     ) -> None:
         self.is_batch_invariant = is_batch_invariant
         self._config = config
-        self._pool = pool
+        self.pool = pool
         self._offsets = offsets.to(pool.packed.device)
         self._dtype = dtype
         self._device = pool.packed.device
@@ -90,14 +90,14 @@ class TritonModel:
         self, batch: StepBatch, num_layers: int | None = None, latest: Tensor | None = None
     ) -> None:
         self._wanted = batch.wanted
-        self._step = self._inputs.send(columns_of(batch, self._pool.layout.block_size))
+        self._step = self._inputs.send(columns_of(batch, self.pool.layout.block_size))
         self._step.feed(latest)
         self._rows = self._hidden(self._step, num_layers)
 
     def use_pool(self, pool: PageArena) -> None:
         """Pages of the same layout, from now on."""
-        assert pool.layout == self._pool.layout
-        self._pool = pool
+        assert pool.layout == self.pool.layout
+        self.pool = pool
 
     def step_logits(self, step: DeviceStep) -> Tensor:
         """[num_rows, vocab_size] float32 of all rows of a step that lies on the device already."""
@@ -153,7 +153,7 @@ class TritonModel:
         norms = None
         if layer.q_norm is not None and layer.k_norm is not None:
             norms = layer.q_norm, layer.k_norm
-        pool = self._pool
+        pool = self.pool
         pages = pool.packed, pool.exact, pool.layout, self._offsets, index
         q, k, v = rotate_and_store(
             qkv.view(len(qkv), -1, self._config.head_dim), norms, self._config.rms_norm_eps,

@@ -196,9 +196,9 @@ def test_a_grammar_is_compiled_beside_the_steps_and_once(table: GrammarTable) ->
     grammar = LLMatcher.grammar_from_regex("beside[0-9]+")
     matcher = table.prepare(grammar).result(30)
     assert table.prepare(grammar).result(30) is matcher
-    assert table._compile(grammar) is matcher
-    num_bytes = table._compiled.num_bytes
+    assert table.compiled.get(grammar) is matcher
+    num_bytes = table.compiled.num_bytes
     assert num_bytes >= 64 * 1024
     table.start("one", grammar, [])
     assert not table.has_failed("one")
-    assert table._compiled.num_bytes == num_bytes
+    assert table.compiled.num_bytes == num_bytes

@@ -297,7 +297,7 @@ def test_accuracy_on_tasks_is_that_of_transformers(
             with torch.inference_mode():
                 logits = reference(tokens[None]).logits[0, len(task.prompt) - 1 : -1]
             wanted = torch.log_softmax(logits, 1).gather(1, tokens[len(task.prompt) :, None])
-            score, is_greedy = tasks._score(runner, task.prompt, choice, 16)
+            score, is_greedy = tasks.score(runner, task.prompt, choice, 16)
             assert score == pytest.approx(float(wanted.sum()), abs=1e-3)
             assert is_greedy == bool((logits.argmax(1) == tokens[len(task.prompt) :]).all())
     accuracy = accuracy_of("fp32", runner, found, 16)

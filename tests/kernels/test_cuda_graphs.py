@@ -172,7 +172,7 @@ def test_padding_writes_no_page_and_changes_no_logits_whatever_memory_holds(smal
     found = []
     for filling in (0.0, torch.nan):
         backend.graphs.buffers.logits.fill_(filling)
-        backend.graphs.buffers._tables.fill_(63 if filling else 0)
+        backend.graphs.buffers.tables.fill_(63 if filling else 0)
         found.append(outcome(graphed, 5))
         assert torch.isfinite(found[-1][0]).all()
     for one, other in zip(*found, strict=True):

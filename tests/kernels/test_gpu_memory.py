@@ -120,7 +120,7 @@ def test_a_gpu_is_opened_with_the_pool_that_fits(tiny_path: Path, num_decodes: i
     assert left - 4 * layout.exact_page_bytes < pool.num_bytes <= left
     assert isinstance(backend, GraphedModel if num_decodes else TritonModel)
     assert (gpu.num_dry_runs, gpu.num_captured) == (1, 2 * 3 if num_decodes else 0)
-    assert models[0]._pool is pool
+    assert models[0].pool is pool
     assert not pool.packed.any()
     assert not pool.exact.any()
 

@@ -209,7 +209,7 @@ def test_a_row_taken_over_before_its_token_was_read_keeps_its_own(path: Path, ke
         fourth = runner.launch(StepPlan(step=4, decodes=(key,)))
         tokens = [step.result().token_ids[0] for step in (first, second, third, fourth)]
         runner.read_latest()
-        counts = runner.outputs._extras[row].output_counts
+        counts = runner.outputs.extras[row].output_counts
         assert counts is not None
         return tokens, counts.tolist()
 

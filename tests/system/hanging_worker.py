@@ -47,7 +47,7 @@ def install(folder: Path) -> None:
         if sick.exists():
             sick.unlink()
             # the last four: this layer's `down`, embedding, head, final norm
-            self._backend._weights._tensors[-4].view(-1)[7] = float("nan")  # type: ignore[attr-defined]
+            self.backend.weights.tensors[-4].view(-1)[7] = float("nan")  # type: ignore[attr-defined]
         return launch(self, *arguments)
 
     def stopping_enter(self: WatchThread) -> WatchThread:
