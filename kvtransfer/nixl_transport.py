@@ -23,7 +23,6 @@ from typing import Any
 # NIXL reads these when it is first imported; its own INFO lines are not for our users
 os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
 
-import numpy as np
 import torch
 
 if torch.version.cuda is not None and torch.version.cuda.startswith("13"):
@@ -36,6 +35,8 @@ else:
 from common.errors import ConfigError, PullFailed
 from common.handoff_messages import LinkReply
 from common.scheduling.plan import PageKind
+from kvtransfer.descriptors import Region, record_numbers, records_of, regions_of, rows_of
+from kvtransfer.thread_futures import reject, resolve
 from kvtransfer.transport import PageRead, PoolAddress, ReadEnd
 
 log = logging.getLogger(__name__)
@@ -54,7 +55,7 @@ class _Source:
     descriptors: Any
     num_packed: int
     num_exact: int
-    regions: Sequence[tuple[int, int, int]]
+    regions: Sequence[Region]
     records: Any = None
     """Descriptors of records; None until some are wanted."""
     is_gone: bool = False
@@ -139,7 +140,9 @@ class NixlTransport:
         remote = [page.block_id + offset[page.kind] for page in pages]
         of_records = any(page.heads for page in pages)
         if of_records:
-            local, remote = (self._records(numbers, pages) for numbers in (local, remote))
+            local, remote = (
+                record_numbers(numbers, pages, self._num_heads) for numbers in (local, remote)
+            )
         read = NixlRead(
             end=asyncio.get_running_loop().create_future(),
             source=source,
@@ -149,15 +152,6 @@ class NixlTransport:
         )
         self._submit(lambda: self._start(read))
         return read
-
-    def _records(self, numbers: list[int], pages: Sequence[PageRead]) -> list[int]:
-        """Of the records wanted, from the numbers of their pages."""
-        every = range(self._num_heads)
-        return [
-            number * self._num_heads + head
-            for number, page in zip(numbers, pages, strict=True)
-            for head in page.heads or every
-        ]
 
     async def close(self) -> None:
         """Ends the thread. Reads still in flight are reported as of unknown end."""
@@ -179,7 +173,7 @@ class NixlTransport:
                         self._agent.register_memory([tensor])
             if self._landing.packed.shape[0]:
                 self._local = self._prepare(
-                    "NIXL_INIT_AGENT", _regions(self._landing), self._landing.packed
+                    "NIXL_INIT_AGENT", regions_of(self._landing), self._landing.packed
                 )
         except Exception as error:
             raise ConfigError(
@@ -189,29 +183,14 @@ class NixlTransport:
         self._address = PoolAddress(
             agent_name=self._incarnation,
             agent_metadata=self._agent.get_agent_metadata(),
-            pages=_regions(self._pool),
+            pages=regions_of(self._pool),
         )
 
-    def _prepare(
-        self, agent_name: str, regions: Sequence[tuple[int, int, int]], like: torch.Tensor
-    ) -> Any:
-        """A prepared list with one descriptor for each row of the regions, in order: a page, or a
-        record of one.
-        """
+    def _prepare(self, agent_name: str, regions: Sequence[Region], like: torch.Tensor) -> Any:
+        """A prepared list with one descriptor for each row of the regions, in order."""
         device = like.get_device() if like.is_cuda else 0
-        rows = [
-            np.stack(
-                [
-                    base + row_bytes * np.arange(num, dtype=np.uint64),
-                    np.full(num, row_bytes, dtype=np.uint64),
-                    np.full(num, device, dtype=np.uint64),
-                ],
-                axis=1,
-            )
-            for base, row_bytes, num in regions
-        ]
         memory = "VRAM" if like.is_cuda else "DRAM"
-        return self._agent.prep_xfer_dlist(agent_name, np.concatenate(rows), mem_type=memory)
+        return self._agent.prep_xfer_dlist(agent_name, rows_of(regions, device), mem_type=memory)
 
     def _add(self, reply: LinkReply) -> _Source:
         known = self._state.sources.get(reply.incarnation)
@@ -273,11 +252,11 @@ class NixlTransport:
             return self._local, read.source.descriptors
         heads = self._num_heads
         if self._local_records is None:
-            regions = _records_of(_regions(self._landing), heads)
+            regions = records_of(regions_of(self._landing), heads)
             self._local_records = self._prepare("NIXL_INIT_AGENT", regions, self._landing.packed)
         source = read.source
         if source.records is None:
-            regions = _records_of(source.regions, heads)
+            regions = records_of(source.regions, heads)
             source.records = self._prepare(source.agent_name, regions, self._pool.packed)
         return self._local_records, source.records
 
@@ -312,7 +291,7 @@ class NixlTransport:
                 log.info("releasing a read: %s", error)
         read.source.num_reading -= 1
         self._remove_if_idle(read.source)
-        _resolve(read.end, end)
+        resolve(read.end, end)
 
     def _run(self) -> None:
         pause = MIN_POLL_S
@@ -332,7 +311,7 @@ class NixlTransport:
                 time.sleep(pause)
                 pause = min(2 * pause, MAX_POLL_S)
         for read in self._state.reads:
-            _resolve(read.end, ReadEnd.UNKNOWN)
+            resolve(read.end, ReadEnd.UNKNOWN)
 
     def _submit(self, job: Callable[[], None]) -> None:
         with self._wake:
@@ -344,9 +323,9 @@ class NixlTransport:
 
         def job() -> None:
             try:
-                _resolve(future, function())
+                resolve(future, function())
             except Exception as error:
-                _reject(future, error)
+                reject(future, error)
 
         self._submit(job)
         return await future
@@ -374,37 +353,5 @@ class _PacedAgent(nixl_agent):  # type: ignore[misc,unused-ignore]
             bindings.nixlAgent = create
 
 
-def _regions(arena: Any) -> tuple[tuple[int, int, int], ...]:
-    return tuple((t.data_ptr(), t.shape[1], t.shape[0]) for t in (arena.packed, arena.exact))
-
-
-def _records_of(
-    regions: Sequence[tuple[int, int, int]], num_heads: int
-) -> list[tuple[int, int, int]]:
-    return [(base, size // num_heads, num * num_heads) for base, size, num in regions]
-
-
 def _text(name: Any) -> str:
     return name.decode() if isinstance(name, bytes) else str(name)
-
-
-def _resolve(future: "asyncio.Future[Any]", value: Any) -> None:
-    def settle() -> None:
-        if not future.done():
-            future.set_result(value)
-
-    _from_thread(future, settle)
-
-
-def _reject(future: "asyncio.Future[Any]", error: Exception) -> None:
-    def settle() -> None:
-        if not future.done():
-            future.set_exception(error)
-
-    _from_thread(future, settle)
-
-
-def _from_thread(future: "asyncio.Future[Any]", callback: Callable[[], None]) -> None:
-    loop = future.get_loop()
-    if not loop.is_closed():
-        loop.call_soon_threadsafe(callback)
