@@ -1,5 +1,5 @@
-"""Futures of a loop, settled by another thread. One that was cancelled, or whose loop is gone, stays
-as it is.
+"""Futures of a loop, settled by another thread. One that was cancelled, or whose loop is gone,
+stays as it is.
 """
 
 import asyncio
