@@ -35,7 +35,6 @@ class MemoryFabric:
     def __init__(self) -> None:
         self._members: dict[str, _Member] = {}
         self._alterations: deque[Alter] = deque()
-        self.num_reads = 0
         self.num_pages = 0
         self.num_bytes = 0
 
@@ -114,7 +113,6 @@ class MemoryTransport:
         await member.may_read.wait()
         if not member.is_alive:
             return ReadEnd.DISCONNECTED
-        self._fabric.num_reads += 1
         for page in pages:
             self._fabric.num_pages += 1
             source = _rows(member.pool, page.kind)[page.block_id]

@@ -134,13 +134,7 @@ class MeasuredSite:
 
 
 def page_layout(model: ModelConfig, codec: str) -> PageLayout:
-    return PageLayout(
-        num_layers=model.num_layers,
-        num_kv_heads=model.num_kv_heads,
-        block_size=BLOCK_SIZE,
-        head_dim=model.head_dim,
-        codec=codec_named(codec),
-    )
+    return PageLayout.of(model, BLOCK_SIZE, codec_named(codec))
 
 
 def worker_setups(
