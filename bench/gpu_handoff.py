@@ -19,8 +19,7 @@ import torch
 from bench.gpu_steps import BLOCK_SIZE, LLAMA_8B, SMOKE, Shape, blocks_of, filled_pool, layout_of
 from common.codecs import DEFAULT_KV_CODEC
 from common.handoff_messages import LinkReply
-from common.pages import TAG_BYTES, PageLayout, PageTag
-from common.scheduling.plan import PageKind
+from common.pages import TAG_BYTES, PageKind, PageLayout, PageTag
 from common.wire import decode, encode
 from engine.kernels.gpu.checksum import checksums
 from engine.pools import PageArena

@@ -7,8 +7,7 @@ import torch
 from numpy.typing import NDArray
 
 from common.codecs import codec_named
-from common.pages import PageLayout
-from common.scheduling.plan import PageKind
+from common.pages import PageKind, PageLayout
 from engine.batch import ITEM_FIELDS, MAX_RUN_TOKENS, RUN_FIELDS, StepBatch
 from engine.kernels.offsets import Offsets
 from engine.pools import PageArena

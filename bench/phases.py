@@ -20,14 +20,8 @@ from bench.engine import PROMPT_TOKENS, Bench
 from commands.demo_model import NAME
 from common.codecs import DEFAULT_KV_CODEC
 from common.environment import home
-from common.scheduling.plan import (
-    LandingMove,
-    OutputStart,
-    PageKind,
-    PrefillChunk,
-    StepPlan,
-    TagOrder,
-)
+from common.pages import PageKind
+from common.scheduling.plan import LandingMove, OutputStart, PrefillChunk, StepPlan, TagOrder
 from common.types import SamplingParams
 from engine.batch import make_batch
 from engine.config import EngineConfig

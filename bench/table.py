@@ -42,9 +42,8 @@ from commands.demo_model import NAME
 from common.codecs import DEFAULT_KV_CODEC
 from common.environment import home
 from common.model_config import ModelConfig
-from common.pages import PageLayout
+from common.pages import PageKind, PageLayout
 from common.scheduling.kv_cache import KvCache
-from common.scheduling.plan import PageKind
 from engine.pool_size import PoolSize, pool_of, pool_within
 from simulator.costs import Roofline
 from simulator.deployment import AUTO, Deployment, page_layout, worker_setups

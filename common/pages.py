@@ -19,6 +19,7 @@ torch here.
 import hashlib
 import struct
 from dataclasses import dataclass, replace
+from enum import IntEnum
 from typing import Final
 
 import numpy as np
@@ -27,7 +28,6 @@ from numpy.typing import NDArray
 from common.codecs import Codec, ElementKind, ScaleKind
 from common.errors import ConfigError
 from common.model_config import ModelConfig
-from common.scheduling.plan import PageKind
 
 TAG_BYTES: Final = 64
 TAG_MAGIC: Final = 0x544B5633  # "TKV3": a record of this format, version 3
@@ -39,6 +39,11 @@ safetensors. Not named so, since other servers take every *.safetensors there fo
 
 _TAG = struct.Struct("<16s16sHHIQQQ")
 _GOLDEN: Final = 0x9E3779B97F4A7C15
+
+
+class PageKind(IntEnum):
+    PACKED = 0
+    EXACT = 1
 
 
 @dataclass(frozen=True, slots=True)

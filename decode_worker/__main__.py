@@ -5,9 +5,9 @@ transport.
 import logging
 
 from common.internal_tls import InternalTls
+from common.pages import PageKind
 from common.rpc import connect
 from common.scheduling.block_hash import HashRoots
-from common.scheduling.plan import PageKind
 from decode_worker.core import DecodeCore
 from decode_worker.handoffs import Wire
 from decode_worker.links import Links

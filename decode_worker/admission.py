@@ -13,8 +13,8 @@ when its prompt is here after all, it runs as soon as there is a place again, be
 from collections import Counter
 from collections.abc import Iterator
 
+from common.pages import PageKind
 from common.scheduling.kv_cache import BlockTable, KvCache
-from common.scheduling.plan import PageKind
 from common.scheduling.prompt_queue import shareable
 from common.types import RequestId, output_key
 from decode_worker.entries import Entry, Output, State

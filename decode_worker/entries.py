@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 
 from common.errors import TandemError
 from common.messages import GenerateRequest, PrefillDone, TokenBatch
+from common.pages import PageKind
 from common.scheduling.block_hash import HashChain
 from common.scheduling.kv_cache import BlockTable
-from common.scheduling.plan import PageKind
 from common.types import (
     BlockId,
     FinishReason,

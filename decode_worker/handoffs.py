@@ -16,8 +16,8 @@ from anyio.abc import TaskGroup
 from common.clock import Timer
 from common.errors import TandemError, WorkerLost
 from common.handoff_messages import PagesTaken
+from common.pages import PageKind
 from common.rpc import Stream
-from common.scheduling.plan import PageKind
 from common.types import RequestId
 from common.watch_thread import until_silent
 from common.watchdog import Silence

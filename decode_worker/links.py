@@ -14,9 +14,8 @@ from common.clock import Clock
 from common.errors import LayoutMismatch, MalformedMessage, PrefillLost, TandemError, WorkerLost
 from common.handoff_messages import LinkReply, LinkRequest
 from common.messages import PROTOCOL_VERSION
-from common.pages import OFFSETS_FILE
+from common.pages import OFFSETS_FILE, PageKind
 from common.rpc import Connect, Peer
-from common.scheduling.plan import PageKind
 from decode_worker.actions import Link
 from decode_worker.peers import AllowedPeers
 from kvtransfer.landing import LandingZone

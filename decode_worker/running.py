@@ -15,9 +15,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from common.pages import PageKind
 from common.scheduling.chunk_budget import quiet_step_s
 from common.scheduling.kv_cache import KvCache
-from common.scheduling.plan import OutputStart, PageKind, StepResult
+from common.scheduling.plan import OutputStart, StepResult
 from common.scheduling.step_time import StepTimes
 from common.types import BlockId, OutputKey
 from decode_worker.entries import Entry, Output, State

@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator
 
 from common.errors import ContextLengthExceeded, DecodeFull, PromptTooLargeForPool
 from common.messages import GenerateRequest
+from common.pages import PageKind
 from common.scheduling.fair_line import FairLine
 from common.scheduling.kv_cache import KvCache
-from common.scheduling.plan import PageKind
 from common.scheduling.prompt_queue import MAX_OVERTAKEN_S, MAX_TRIED
 from decode_worker.entries import Entry, Output
 

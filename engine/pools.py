@@ -9,8 +9,7 @@ import mmap
 import torch
 from torch import Tensor
 
-from common.pages import PageLayout
-from common.scheduling.plan import PageKind
+from common.pages import PageKind, PageLayout
 
 
 class PageArena:

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from common.pages import TAG_BYTES, PageTag, tag_mismatch
-from common.scheduling.plan import LandingMove, LandingResult, PageKind, Refused, TagOrder
+from common.pages import TAG_BYTES, PageKind, PageTag, tag_mismatch
+from common.scheduling.plan import LandingMove, LandingResult, Refused, TagOrder
 from common.types import BlockId
 from engine.backend import Backend
 from engine.device_inputs import InputBuffer

@@ -9,7 +9,7 @@ kind are handed out oldest first.
 from collections import deque
 from collections.abc import Iterable
 
-from common.scheduling.plan import PageKind
+from common.pages import PageKind
 
 Slot = tuple[PageKind, int]
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from common.errors import PullFailed
 from common.handoff_messages import LinkReply
-from common.scheduling.plan import PageKind
+from common.pages import PageKind
 from kvtransfer.transport import PageRead, PoolAddress, ReadEnd
 
 Alter = Callable[[Any], None]

@@ -34,7 +34,7 @@ else:
 
 from common.errors import ConfigError, PullFailed
 from common.handoff_messages import LinkReply
-from common.scheduling.plan import PageKind
+from common.pages import PageKind
 from kvtransfer.descriptors import Region, record_numbers, records_of, regions_of, rows_of
 from kvtransfer.thread_futures import reject, resolve
 from kvtransfer.transport import PageRead, PoolAddress, ReadEnd

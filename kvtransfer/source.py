@@ -12,7 +12,7 @@ from enum import Enum, auto
 
 from common.errors import TandemError
 from common.handoff_messages import FirstTokens, PagesReady
-from common.scheduling.plan import PageKind
+from common.pages import PageKind
 from common.types import BlockId
 
 

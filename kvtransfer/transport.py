@@ -11,7 +11,7 @@ from enum import Enum, auto
 from typing import Protocol
 
 from common.handoff_messages import LinkReply
-from common.scheduling.plan import PageKind
+from common.pages import PageKind
 from common.types import BlockId
 from kvtransfer.landing import Slot
 

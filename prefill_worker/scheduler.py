@@ -13,8 +13,9 @@ from dataclasses import dataclass
 
 from common.errors import ContextLengthExceeded, PromptTooLargeForPool, TandemError
 from common.handoff_messages import FirstTokens
+from common.pages import PageKind
 from common.scheduling.kv_cache import KvCache
-from common.scheduling.plan import PageKind, PrefillChunk, StepPlan, StepResult, TagOrder
+from common.scheduling.plan import PrefillChunk, StepPlan, StepResult, TagOrder
 from common.scheduling.prompt_pages import PromptNames, PromptPage, prompt_pages
 from common.scheduling.prompt_queue import Prompt, PromptQueue
 from common.scheduling.step_fit import StepFit

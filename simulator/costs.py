@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from typing import Final, Literal, Protocol
 
 from common.model_config import ModelConfig
-from common.pages import PageLayout
-from common.scheduling.plan import PageKind
+from common.pages import PageKind, PageLayout
 from common.scheduling.step_time import StepShape, StepTimes
 from simulator.hardware import Gpu
 

@@ -11,9 +11,8 @@ from typing import Final, Protocol
 from common.codecs import DEFAULT_KV_CODEC, codec_named
 from common.errors import ConfigError
 from common.model_config import ModelConfig
-from common.pages import PageLayout
+from common.pages import PageKind, PageLayout
 from common.scheduling.kv_cache import KvCache
-from common.scheduling.plan import PageKind
 from common.scheduling.step_time import StepTimes
 from common.types import Role
 from engine.pool_size import ACTIVATION_SHARE, PoolSize, landing_of, pool_of, pool_within

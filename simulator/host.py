@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Final
 
 from common.messages import KvEvents, WorkerState
-from common.pages import PageLayout
+from common.pages import PageKind, PageLayout
 from common.scheduling.kv_cache import KvCache
-from common.scheduling.plan import PageKind, StepPlan, StepResult
+from common.scheduling.plan import StepPlan, StepResult
 from common.scheduling.step_time import StepTimes
 from common.types import Role
 from decode_worker.core import DecodeCore

@@ -10,9 +10,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from common.messages import PoolLoad
+from common.pages import PageKind
 from common.scheduling.block_pool import BlockPool
 from common.scheduling.cache_events import CacheFeed, CacheJournal
-from common.scheduling.plan import PageKind
 from common.types import BlockId
 
 

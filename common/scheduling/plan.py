@@ -16,18 +16,13 @@ seal, attend), tags; then logits and samples.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import IntEnum
 
 import numpy as np
 from numpy.typing import NDArray
 
 from common.errors import GrammarFailed, InternalError, TandemError
+from common.pages import PageKind
 from common.types import BlockId, OutputKey, PromptLogprobs, SamplingParams, TokenLogprobs
-
-
-class PageKind(IntEnum):
-    PACKED = 0
-    EXACT = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,9 +10,9 @@ or what its name is. (Where KV lives: common/scheduling/plan.py.)
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from common.pages import PageKind
 from common.scheduling.block_hash import HashChain
 from common.scheduling.kv_cache import BlockTable
-from common.scheduling.plan import PageKind
 from common.types import BlockId
 
 

@@ -16,14 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from common.scheduling.plan import (
-    OutputStart,
-    PageKind,
-    PrefillChunk,
-    StepPlan,
-    StepResult,
-    TagOrder,
-)
+from common.pages import PageKind
+from common.scheduling.plan import OutputStart, PrefillChunk, StepPlan, StepResult, TagOrder
 from common.types import SamplingParams
 from engine.backend import Backend
 from engine.runner import ModelRunner

@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 
 from common.codecs import CODECS, ElementKind, codec_named
 from common.errors import ConfigError
-from common.pages import TAG_BYTES, PageLayout, PageTag, checksum, tag_mismatch
-from common.scheduling.plan import PageKind
+from common.pages import TAG_BYTES, PageKind, PageLayout, PageTag, checksum, tag_mismatch
 from engine.kernels import reference
 from engine.pools import PageArena
 

@@ -9,15 +9,8 @@ import pytest
 import torch
 
 from common.errors import ConfigError
-from common.pages import PageTag, checksum
-from common.scheduling.plan import (
-    LandingMove,
-    OutputStart,
-    PageKind,
-    PrefillChunk,
-    StepPlan,
-    TagOrder,
-)
+from common.pages import PageKind, PageTag, checksum
+from common.scheduling.plan import LandingMove, OutputStart, PrefillChunk, StepPlan, TagOrder
 from common.types import OutputKey, SamplingParams, output_seed
 from engine.grammar import GrammarTable
 from engine.rope import rope_tables

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from common.codecs import CODECS
-from common.scheduling.plan import PageKind
+from common.pages import PageKind
 from tests.engine.conftest import make_runner
 from tests.engine.driver import Driver
 from tests.engine.tiny_models import give_offsets, make_tiny_model

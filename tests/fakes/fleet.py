@@ -32,11 +32,11 @@ from common.messages import (
     TokenBatch,
     pack_tokens,
 )
-from common.pages import TAG_BYTES, PageTag, checksum
+from common.pages import TAG_BYTES, PageKind, PageTag, checksum
 from common.rpc import Stream
 from common.scheduling.block_hash import HashRoots
 from common.scheduling.kv_cache import KvCache
-from common.scheduling.plan import LandingMove, LandingResult, PageKind, StepPlan, StepResult
+from common.scheduling.plan import LandingMove, LandingResult, StepPlan, StepResult
 from common.scheduling.step_time import StepShape, StepTimes
 from common.types import FinishReason, PromptLogprobs, Role, SamplingParams, TokenLogprobs
 from common.watchdog import LOOK_EVERY_S, Watchdog

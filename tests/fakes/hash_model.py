@@ -13,12 +13,11 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from common.pages import TAG_BYTES, PageTag, checksum, tag_mismatch
+from common.pages import TAG_BYTES, PageKind, PageTag, checksum, tag_mismatch
 from common.scheduling.plan import (
     LandingMove,
     LandingResult,
     OutputStart,
-    PageKind,
     PrefillChunk,
     Refused,
     StepPlan,

@@ -23,9 +23,9 @@ import anyio
 import tandem
 from commands.table import parse
 from common.events import EventLog
+from common.pages import PageKind
 from common.rpc import GrpcPeer, GrpcStream, Handler, Stream
 from common.scheduling.kv_cache import KvCache
-from common.scheduling.plan import PageKind
 from decode_worker.core import DecodeCore
 from decode_worker.handoffs import Wire
 from decode_worker.service import DecodeService

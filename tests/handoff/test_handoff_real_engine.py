@@ -12,7 +12,7 @@ import pytest
 
 from commands.demo_model import prepare
 from common.environment import home
-from common.scheduling.plan import PageKind
+from common.pages import PageKind
 from common.types import Role, SamplingParams
 from engine.config import EngineConfig
 from engine.load import load_runner

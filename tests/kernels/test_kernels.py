@@ -16,8 +16,7 @@ from torch import Tensor
 
 from common.codecs import CODECS as CODEC_TABLE
 from common.codecs import ElementKind, codec_named
-from common.pages import PageLayout
-from common.scheduling.plan import PageKind
+from common.pages import PageKind, PageLayout
 from engine.kernels import reference
 from engine.kernels.cpu import pages as cpu_pages
 from engine.kernels.cpu import simd

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from common.codecs import codec_named
-from common.pages import TAG_BYTES, PageLayout, PageTag, checksum
-from common.scheduling.plan import PageKind
+from common.pages import TAG_BYTES, PageKind, PageLayout, PageTag, checksum
 from engine.kernels.cpu.landing import land as cpu_land
 from engine.kernels.gpu.landing import land as gpu_land
 

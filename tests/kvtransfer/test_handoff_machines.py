@@ -8,7 +8,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from common.errors import InternalError, MalformedMessage, PageRefused, PrefillLost
 from common.handoff_messages import FirstTokens, PagesReady
-from common.scheduling.plan import PageKind, Refused
+from common.pages import PageKind
+from common.scheduling.plan import Refused
 from common.scheduling.prompt_pages import PromptPage
 from kvtransfer.destination import (
     Acknowledge,

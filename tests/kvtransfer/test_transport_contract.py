@@ -15,7 +15,7 @@ import pytest
 
 from common.errors import PullFailed
 from common.handoff_messages import LinkReply
-from common.scheduling.plan import PageKind
+from common.pages import PageKind
 from common.wire import decode
 from kvtransfer.memory_transport import MemoryFabric, MemoryTransport
 from kvtransfer.nixl_transport import NixlTransport

@@ -20,9 +20,9 @@ from common.messages import (
     TokenBatch,
     pack_tokens,
 )
+from common.pages import PageKind
 from common.scheduling.block_hash import HashRoots
 from common.scheduling.kv_cache import KvCache
-from common.scheduling.plan import PageKind
 from common.types import FinishReason, SamplingParams
 from decode_worker import actions as do
 from decode_worker.actions import Action, Link, PullId, SessionId

@@ -16,8 +16,7 @@ from numba import njit, types
 from torch import Tensor
 
 from common.codecs import ElementKind
-from common.pages import PageLayout
-from common.scheduling.plan import PageKind
+from common.pages import PageKind, PageLayout
 from engine.kernels.cpu.simd import (
     add,
     bits_of,

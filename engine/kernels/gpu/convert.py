@@ -27,8 +27,7 @@ import triton.language as tl
 from torch import Tensor
 
 from common.errors import LayoutMismatch
-from common.pages import PageLayout
-from common.scheduling.plan import PageKind
+from common.pages import PageKind, PageLayout
 from engine.kernels.gpu.codec import block_offset, load_exact, load_packed, round_bf16, seal
 from engine.kernels.offsets import Offsets
 
