@@ -86,6 +86,7 @@ class Router:
             if self.grpc_front is not None:
                 await self.grpc_front.start()
             log.info("listening on http://%s", self.config.http)
+            warn_of_hidden_tools(self.service.model.tokenizer.template)
             await stop.wait()
             await self._drain()
             if self.grpc_front is not None:

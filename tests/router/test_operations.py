@@ -3,6 +3,7 @@ bounds.
 """
 
 import concurrent.futures
+import shutil
 import signal
 import socket
 import subprocess
@@ -405,3 +406,21 @@ def test_what_routing_refuses_carries_a_request_id_too(stack: Stack) -> None:
         own = stack.http.request(method, path, headers={"x-request-id": "mine-1"})
         assert (own.status_code, own.headers["x-request-id"]) == (status, "mine-1")
         assert stack.http.request(method, path).headers["x-request-id"]
+
+
+@pytest.mark.parametrize("shows_tools", [False, True])
+def test_it_says_when_the_chat_template_hides_tools(
+    model_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, shows_tools: bool
+) -> None:
+    """Once it listens: the demo model's own template never names a tool."""
+    model = tmp_path / "model"
+    shutil.copytree(model_dir, model)
+    if shows_tools:
+        (model / "chat_template.jinja").write_text(
+            "{{ tools | tojson }}{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}"
+        )
+    with Stack(model, FakeWorker()):
+        pass
+    said = [r.message for r in caplog.records if r.name == "router.wiring"]
+    warnings = [line for line in said if "does not show tools" in line]
+    assert len(warnings) == (0 if shows_tools else 1)
