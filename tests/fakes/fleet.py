@@ -47,11 +47,11 @@ from decode_worker.pulls import Pulls
 from decode_worker.scheduler import BatchScheduler
 from decode_worker.service import DecodeService
 from kvtransfer.landing import LandingZone
-from kvtransfer.memory_transport import MemoryFabric, MemoryTransport
 from prefill_worker.core import PrefillCore
 from prefill_worker.service import PrefillService
 from tests.fakes.hash_model import LAYOUT_FINGERPRINT, VOCAB_SIZE, HashRunner
 from tests.fakes.memory_network import MemoryNetwork
+from tests.fakes.memory_transport import MemoryFabric, MemoryTransport
 from tests.fakes.virtual_time import LoopClock
 from worker.context import WorkerContext
 from worker.metrics import WorkerMetrics

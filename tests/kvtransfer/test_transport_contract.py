@@ -17,9 +17,9 @@ from common.errors import PullFailed
 from common.handoff_messages import LinkReply
 from common.pages import PageKind
 from common.wire import decode
-from kvtransfer.memory_transport import MemoryFabric, MemoryTransport
 from kvtransfer.nixl_transport import NixlTransport
 from kvtransfer.transport import PageRead, ReadEnd, Transport
+from tests.fakes.memory_transport import MemoryFabric, MemoryTransport
 from tests.kvtransfer.source_process import arena, filled_pool, reply_of
 
 Pair = tuple[Transport, LinkReply, Any]
