@@ -1,8 +1,8 @@
 """The seam to whatever moves pages: NIXL between processes, plain copies inside one.
 
 A transport owns a pool that others may read (`describe` says how) and a landing zone that its own
-reads write to. It never writes into anybody's pool. Implementations: `nixl_transport.py`,
-and for tests tests/fakes/memory_transport.py; both pass tests/kvtransfer/test_transport_contract.py.
+reads write to. It never writes into anybody's pool. Implementations: `nixl_transport.py`, and for
+tests tests/fakes/memory_transport.py; both pass tests/kvtransfer/test_transport_contract.py.
 """
 
 from collections.abc import Sequence

@@ -35,11 +35,8 @@ class Line(Session):
         self.host = host
 
     def written(self) -> Iterator[object]:
-        while not self._outbox.empty():
-            yield self._outbox.get_nowait()
-
-    def deliver(self, message: object) -> None:
-        self._deliver(message)
+        while not self.outbox.empty():
+            yield self.outbox.get_nowait()
 
 
 class _NoStream:

@@ -60,7 +60,8 @@ class Session:
         self._sinks: dict[RequestId, Sink] = {}
         self._shared = SharedKeys()
         self._sharing: dict[RequestId, SamplingParams] = {}
-        self._outbox: asyncio.Queue[object] = asyncio.Queue()
+        self.outbox: asyncio.Queue[object] = asyncio.Queue()
+        """What is to be sent."""
         self._has_ended = False
 
     def submit(self, request: GenerateRequest, sink: Sink, *, shares: bool = False) -> None:
@@ -73,7 +74,7 @@ class Session:
         self._sinks[request.request_id] = sink
         if shares and is_large(request.sampling):
             request = self._share(request)
-        self._outbox.put_nowait(Submit(request=request))
+        self.outbox.put_nowait(Submit(request=request))
 
     def _share(self, request: GenerateRequest) -> GenerateRequest:
         """The worker is told once what requests have in common."""
@@ -81,7 +82,7 @@ class Session:
         key, is_new = self._shared.hold(sampling)
         self._sharing[request.request_id] = sampling
         if is_new:
-            self._outbox.put_nowait(LargeParams.of(sampling).message(key))
+            self.outbox.put_nowait(LargeParams.of(sampling).message(key))
         return without_large(request, key)
 
     def _pop(self, request_id: RequestId) -> Sink | None:
@@ -89,12 +90,12 @@ class Session:
         if sampling is not None:
             unused = self._shared.release(sampling)
             if unused is not None:
-                self._outbox.put_nowait(UnshareParams(key=unused))
+                self.outbox.put_nowait(UnshareParams(key=unused))
         return self._sinks.pop(request_id, None)
 
     def route(self, request_id: RequestId, prefill: str | None, incarnation: str | None) -> None:
         if request_id in self._sinks:
-            self._outbox.put_nowait(
+            self.outbox.put_nowait(
                 Route(request_id=request_id, prefill=prefill, incarnation=incarnation)
             )
 
@@ -103,16 +104,16 @@ class Session:
         ended.
         """
         if self._pop(request_id) is not None:
-            self._outbox.put_nowait(Cancel(request_id=request_id, has_stopped=has_stopped))
+            self.outbox.put_nowait(Cancel(request_id=request_id, has_stopped=has_stopped))
 
     def cancel_output(self, request_id: RequestId, output_index: int) -> None:
         """One of the request's outputs is not wanted any more."""
         if request_id in self._sinks:
-            self._outbox.put_nowait(Cancel(request_id=request_id, output_index=output_index))
+            self.outbox.put_nowait(Cancel(request_id=request_id, output_index=output_index))
 
     def limit_chunks(self, max_tokens: int) -> None:
         """At most so many prompt tokens beside running streams, from now on."""
-        self._outbox.put_nowait(ChunkBudget(max_tokens=max_tokens))
+        self.outbox.put_nowait(ChunkBudget(max_tokens=max_tokens))
 
     def forget(self, request_id: RequestId) -> None:
         """The request has ended by itself: all its outputs have finished."""
@@ -149,16 +150,16 @@ class Session:
 
     async def _write(self) -> None:
         while True:
-            await self._stream.send(await self._outbox.get())
+            await self._stream.send(await self.outbox.get())
 
     async def _read(self) -> None:
         while True:
             message = await self._stream.receive()
             if message is None:
                 return
-            self._deliver(message)
+            self.deliver(message)
 
-    def _deliver(self, message: object) -> None:
+    def deliver(self, message: object) -> None:
         sinks = self._sinks
         match message:
             case TokenBatch():

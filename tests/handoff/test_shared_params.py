@@ -264,7 +264,7 @@ def test_a_session_tells_once_and_takes_back_at_the_end() -> None:
     session.forget("a")
     session.cancel("b")
     session.cancel("c")
-    sent = [session._outbox.get_nowait() for _ in range(session._outbox.qsize())]
+    sent = [session.outbox.get_nowait() for _ in range(session.outbox.qsize())]
     kinds = [type(message).__name__ for message in sent]
     assert kinds == ["ShareParams", *["Submit"] * 4, "Cancel", "UnshareParams", "Cancel"]
     assert isinstance(sent[4], Submit)
