@@ -11,7 +11,7 @@ beforehand (the simulator) may take many quiet steps at once. Used by `BatchSche
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -28,8 +28,7 @@ from decode_worker.form_turns import FormTurns
 GivenPages = list[tuple[OutputKey, BlockId]]
 
 
-@dataclass(frozen=True, slots=True)
-class Decodes:
+class Decodes(NamedTuple):
     """Outputs of one step, with the pages and the tails that were added for it."""
 
     outputs: dict[OutputKey, Output]

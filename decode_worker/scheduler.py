@@ -220,15 +220,19 @@ class BatchScheduler:
         if not outputs and not chunks and not self._requests.has_drops:
             return None
         starts, copies = self._running.starts()
-        told = {start.key for start in starts}  # their tables are whole already
+        grown, tails = decodes.grown, decodes.tails
+        if starts:  # their tables are whole already
+            told = {start.key for start in starts}
+            grown = [item for item in grown if item[0] not in told]
+            tails = [item for item in tails if item[0] not in told]
         self._steps += 1
         plan = StepPlan(
             step=self._steps,
             starts=(*starts, *prompt_starts),
             chunks=chunks,
             decodes=tuple(outputs),
-            grown=tuple(item for item in decodes.grown if item[0] not in told),
-            tails=tuple(item for item in decodes.tails if item[0] not in told),
+            grown=tuple(grown),
+            tails=tuple(tails),
             copies=copies,
             clears=self._cache.drain_clears(),
             drops=self._requests.take_drops(),

@@ -224,7 +224,7 @@ class HandoffDestination:
             )
         self._next_announced = last
         names = zip(expected, fact.block_ids, fact.generations, strict=True)
-        self._wanted.extend(_Announced(page.index, block_id, gen) for page, block_id, gen in names)
+        self._wanted.extend(_Announced(page.block, block_id, gen) for page, block_id, gen in names)
         return self._start_reads()
 
     def _start_reads(self) -> list[Action]:
@@ -336,5 +336,5 @@ class HandoffDestination:
     def check_invariants(self) -> None:
         assert self._landing <= set(self._reads)
         assert self.state is not State.DONE or (not self._reads and self.num_missing == 0)
-        assert self._done <= {page.index for page in self.expected}
+        assert self._done <= {page.block for page in self.expected}
         assert self.state is State.PULLING or not self._wanted

@@ -225,14 +225,10 @@ class PrefillScheduler:
         first = pages.num_handed_out
         finished = pages.names.finished_by(chunk.start + chunk.num_tokens)
         pages.num_handed_out = max(first, finished)
+        generation = self._cache.generation
         handed_out = tuple(
-            Page(
-                index=page.index,
-                kind=page.kind,
-                block_id=page.block_id,
-                generation=self._cache.generation(page.kind, page.block_id),
-            )
-            for page in self._prompt_pages(chunk.key, first, finished)
+            Page(index=block, kind=kind, block_id=block_id, generation=generation(kind, block_id))
+            for block, kind, block_id, _, _ in self._prompt_pages(chunk.key, first, finished)
         )
         self._cache.hold((page.kind, page.block_id) for page in handed_out)
         self._handed_out.update((page.kind, page.block_id) for page in handed_out)
@@ -243,13 +239,16 @@ class PrefillScheduler:
         names = self._pages[chunk.key].names
         first = chunk.start // self._cache.block_size
         finished = names.finished_by(chunk.start + chunk.num_tokens)
-        for page in self._prompt_pages(chunk.key, first, finished):
+        generation = self._cache.generation
+        for _, kind, block_id, content_hash, num_tokens in self._prompt_pages(
+            chunk.key, first, finished
+        ):
             yield TagOrder(
-                kind=page.kind,
-                block_id=page.block_id,
-                content_hash=page.content_hash,
-                num_tokens=page.num_tokens,
-                generation=self._cache.generation(page.kind, page.block_id),
+                kind=kind,
+                block_id=block_id,
+                content_hash=content_hash,
+                num_tokens=num_tokens,
+                generation=generation(kind, block_id),
             )
 
     def _prompt_pages(self, key: OutputKey, first: int, end: int) -> list[PromptPage]:

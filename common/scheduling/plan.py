@@ -16,6 +16,7 @@ seal, attend), tags; then logits and samples.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -64,8 +65,7 @@ class PrefillChunk:
     num_outputs: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TagOrder:
+class TagOrder(NamedTuple):
     """Write the tag and checksum of a finished page, so that another process may read and believe
     it.
     """

@@ -9,6 +9,7 @@ or what its name is. (Where KV lives: common/scheduling/plan.py.)
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from common.pages import PageKind
 from common.scheduling.block_hash import HashChain
@@ -16,11 +17,12 @@ from common.scheduling.kv_cache import BlockTable
 from common.types import BlockId
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PromptPage:
-    """The page of block `index`: where it lies in the pool of whoever asked, and what it holds."""
+class PromptPage(NamedTuple):
+    """The page of a prompt's `block`-th block: where it lies in the pool of whoever asked, and what
+    it holds. (A tuple: a step makes one for each page that it finishes.)
+    """
 
-    index: int
+    block: int
     kind: PageKind
     block_id: BlockId
     content_hash: bytes
@@ -66,25 +68,22 @@ def prompt_pages(
 ) -> list[PromptPage]:
     """Of blocks `first_block` to `end_block` - 1; `table` has their pages."""
     size, num_full = names.block_size, names.num_full
-    return [
-        PromptPage(
-            index=index,
-            kind=PageKind.PACKED if 0 < index < num_full else PageKind.EXACT,
-            block_id=_block_id(table, index, is_open=index == num_full),
-            content_hash=names.full[index] if index < num_full else _open(names),
-            num_tokens=min(size, names.num_tokens - index * size),
-        )
-        for index in range(first_block, end_block)
+    last, packed = min(end_block, num_full), PageKind.PACKED
+    block_ids, full = table.block_ids, names.full
+    pages = [
+        PromptPage(block, packed, block_ids[block], full[block], size)
+        for block in range(max(1, first_block), last)
     ]
+    if first_block == 0 < last:
+        pages.insert(0, PromptPage(0, PageKind.EXACT, block_ids[0], full[0], size))
+    if first_block <= num_full < end_block:
+        pages.append(_open_page(table, names))
+    return pages
 
 
-def _block_id(table: BlockTable, index: int, *, is_open: bool) -> BlockId:
-    if index == 0 or not is_open:
-        return table.block_ids[index]
-    assert table.tail is not None
-    return table.tail
-
-
-def _open(names: PromptNames) -> bytes:
+def _open_page(table: BlockTable, names: PromptNames) -> PromptPage:
+    index, block_id = names.num_full, table.tail if names.num_full else table.block_ids[0]
+    assert block_id is not None
     assert names.open is not None
-    return names.open
+    num_tokens = names.num_tokens - index * names.block_size
+    return PromptPage(index, PageKind.EXACT, block_id, names.open, num_tokens)

@@ -145,7 +145,7 @@ TestSource.settings = settings(max_examples=200, deadline=None)
 def expected(num_pages: int) -> list[PromptPage]:
     return [
         PromptPage(
-            index=index,
+            block=index,
             kind=PageKind.PACKED if index else PageKind.EXACT,
             block_id=200 + index,
             content_hash=bytes([index]) * 16,
