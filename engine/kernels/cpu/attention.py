@@ -178,21 +178,45 @@ def _visit(state, first, last, group, head_dim, position, block_start, block_siz
         _accumulate(state.scores, rows, state.values + offset, head_dim, out, state.factors)
 
 
+class Slices(NamedTuple):
+    """Where one head's K and V of a layer lie in a page: bytes from its start. Found once for all
+    blocks of a run.
+    """
+
+    packed_k: int
+    packed_v: int
+    scale_k: int
+    scale_v: int
+    exact_k: int
+    exact_v: int
+
+
 @njit(nogil=True)
-def _is_plain(page_number, pages, slice_index):
+def _slices(slice_index, pages):
+    v_slice = slice_index + pages.num_heads
+    return Slices(
+        packed_slice(0, slice_index, pages),
+        packed_slice(0, v_slice, pages),
+        scale_place(0, slice_index, pages),
+        scale_place(0, v_slice, pages),
+        exact_slice(0, slice_index, pages),
+        exact_slice(0, v_slice, pages),
+    )
+
+
+@njit(nogil=True)
+def _is_plain(page_number, pages, at):
     """Whether one head's K and V in a packed page are of one byte each, and none is NaN."""
     if not is_byte(pages.packed_kind):
         return False
     size = pages.block_size * pages.head_dim
     page = pages.packed + page_number * pages.packed_bytes
-    k_at = packed_slice(page, slice_index, pages)
-    v_at = packed_slice(page, slice_index + pages.num_heads, pages)
     kind = pages.packed_kind
-    return is_finite(kind, k_at, size) and is_finite(kind, v_at, size)
+    return is_finite(kind, page + at.packed_k, size) and is_finite(kind, page + at.packed_v, size)
 
 
 @njit(nogil=True)
-def _visit_bytes(state, page_number, pages, slice_index, block, group):
+def _visit_bytes(state, page_number, pages, slice_index, at, block, group):
     """The run's only token sees a packed page of one-byte elements, which are widened on the way.
 
     Bits are those of `_load_packed_page` and `_visit`.
@@ -200,25 +224,24 @@ def _visit_bytes(state, page_number, pages, slice_index, block, group):
     head_dim, kind, v_slice = pages.head_dim, pages.packed_kind, slice_index + pages.num_heads
     page = pages.packed + page_number * pages.packed_bytes
     k_offset = block_offset(pages, slice_index, block, state.offset)
-    k_scale = byte_scale(scale_place(page, slice_index, pages), kind)
+    k_scale = byte_scale(page + at.scale_k, kind)
     v_offset = block_offset(pages, v_slice, block, state.offset)
-    v_scale = byte_scale(scale_place(page, v_slice, pages), kind)
-    k_at, v_at = packed_slice(page, slice_index, pages), packed_slice(page, v_slice, pages)
+    v_scale = byte_scale(page + at.scale_v, kind)
     for granule in range(0, pages.block_size * head_dim, GRANULE * head_dim):
-        keys = k_at + granule
+        keys = page + at.packed_k + granule
         score_bytes(
             kind, state.q, group, keys, head_dim, k_scale, k_offset, state.keys, state.scores
         )
         for r in range(group):
-            at = r * 4
+            of_row = r * 4
             _softmax_step(
                 state.scores + r * 64,
                 GRANULE,
-                state.largests + at,
-                state.sums + at,
-                state.factors + at,
+                state.largests + of_row,
+                state.sums + of_row,
+                state.factors + of_row,
             )
-        values = v_at + granule
+        values = page + at.packed_v + granule
         accumulate_bytes(
             kind, state.scores, group, values, head_dim, v_scale, v_offset, state.out,
             state.factors,
@@ -226,14 +249,12 @@ def _visit_bytes(state, page_number, pages, slice_index, block, group):
 
 
 @njit(nogil=True)
-def _load_exact_page(page_number, pages, slice_index, state):
+def _load_exact_page(page_number, pages, at, state):
     """K (transposed) and V of one head from an exact page."""
     size = pages.block_size * pages.head_dim
     page = pages.exact + page_number * pages.exact_bytes
-    k_at = exact_slice(page, slice_index, pages)
-    v_at = exact_slice(page, slice_index + pages.num_heads, pages)
-    load_exact(k_at, size, pages.exact_kind, state.plain)
-    load_exact(v_at, size, pages.exact_kind, state.values)
+    load_exact(page + at.exact_k, size, pages.exact_kind, state.plain)
+    load_exact(page + at.exact_v, size, pages.exact_kind, state.values)
     transpose_rows(state.plain, pages.head_dim * 4, pages.block_size, pages.head_dim, state.keys)
 
 
@@ -267,14 +288,14 @@ def _load_own_rows(run, first, pages, state):
 
 
 @njit(nogil=True)
-def _prefetch_slices(page, pages, slice_index):
-    """Ask for the K and V of one head of a packed page, before they are needed."""
+def _prefetch_slices(page, pages, at):
+    """Ask for K, V and scales of one head of a packed page, before they are needed."""
     num_bytes = bytes_of(pages.block_size * pages.head_dim, pages.packed_kind)
-    k_at = packed_slice(page, slice_index, pages)
-    v_at = packed_slice(page, slice_index + pages.num_heads, pages)
+    prefetch(page + at.scale_k)
+    prefetch(page + at.scale_v)
     for i in range(0, num_bytes, 64):
-        prefetch(k_at + i)
-        prefetch(v_at + i)
+        prefetch(page + at.packed_k + i)
+        prefetch(page + at.packed_v + i)
 
 
 @njit(nogil=True)
@@ -310,6 +331,7 @@ def attend(run, table, pages, slice_index, group, scratch):
     head_dim, block_size = pages.head_dim, pages.block_size
     position, count = run.position, run.num_tokens
     state = _lay_out(scratch, count * group, head_dim, block_size)
+    at = _slices(slice_index, pages)
     _begin(run, state, group * head_dim * 4)
     for r in range(count * group):
         put_f32(state.largests + r * 4, np.float32(-np.inf))
@@ -319,22 +341,22 @@ def attend(run, table, pages, slice_index, group, scratch):
         start = block * block_size
         if block + 1 < last_block or (block < last_block and count > 1):
             page = pages.packed + table[block + 1] * pages.packed_bytes
-            _prefetch_slices(page, pages, slice_index)
+            _prefetch_slices(page, pages, at)
         first = min(max(start - position, 0), count)  # tokens [first, last) stand in this block
         last = min(max(start + block_size - position, 0), count)
         if block == 0:
-            _load_exact_page(table[0], pages, slice_index, state)
+            _load_exact_page(table[0], pages, at, state)
             _visit(state, 0, count, group, head_dim, position, start, block_size)
             continue
-        if last < count and count == 1 and _is_plain(table[block], pages, slice_index):
-            _visit_bytes(state, table[block], pages, slice_index, block, group)
+        if last < count and count == 1 and _is_plain(table[block], pages, at):
+            _visit_bytes(state, table[block], pages, slice_index, at, block, group)
             continue
         if last < count:
             _load_packed_page(table[block], pages, slice_index, block, state)
             _visit(state, last, count, group, head_dim, position, start, block_size)
         if first < last:
             if run.own_page >= 0:
-                _load_exact_page(run.own_page, pages, slice_index, state)
+                _load_exact_page(run.own_page, pages, at, state)
             else:
                 _load_own_rows(run, start - position, pages, state)
             _visit(state, first, last, group, head_dim, position, start, block_size)
