@@ -86,10 +86,10 @@ def run(*arguments: str) -> list[Check]:
 
 
 def page_bytes(element_bytes: int) -> int:
-    """Of the demo model: payload, scales (packed only), padded to 64, and the tag."""
-    payload = 30 * 2 * 3 * BLOCK_SIZE * 64 * element_bytes
-    scales = 30 * 2 * 3 if element_bytes == 1 else 0
-    return -(-(payload + scales) // 64) * 64 + 64
+    """Of the demo model: for each KV head payload, scales (packed only), padded to 64, and a tag."""
+    payload = 30 * 2 * BLOCK_SIZE * 64 * element_bytes
+    scales = 30 * 2 if element_bytes == 1 else 0
+    return 3 * (-(-(payload + scales) // 64) * 64 + 64)
 
 
 def late_chunks(served: Launched) -> int:
