@@ -86,7 +86,7 @@ def run(*arguments: str) -> list[Check]:
 
 
 def page_bytes(element_bytes: int) -> int:
-    """Of the demo model: for each KV head payload, scales (packed only), padded to 64, and a tag."""
+    """Of the demo model: each KV head has payload, scales (if packed), padding to 64, and a tag."""
     payload = 30 * 2 * BLOCK_SIZE * 64 * element_bytes
     scales = 30 * 2 if element_bytes == 1 else 0
     return 3 * (-(-(payload + scales) // 64) * 64 + 64)
