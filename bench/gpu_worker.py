@@ -21,6 +21,7 @@ from engine.backend import Backend
 from engine.grammar import GrammarTable
 from engine.launched import LaunchedStep
 from engine.pools import PageArena
+from engine.rank_pages import RankPages
 from engine.runner import ModelRunner
 from engine.worker_pages import Origin, WorkerPages
 
@@ -80,8 +81,11 @@ def timed(loaded: Loaded, backend: Backend, plans: list[StepPlan], *, overlaps: 
         config=loaded.config,
         backend=backend,
         pages=WorkerPages(
-            loaded.pool,
-            PageArena(loaded.pool.layout, 0, 0, loaded.model.device.type),
+            RankPages(
+                loaded.pool,
+                PageArena(loaded.pool.layout, 0, 0, loaded.model.device.type),
+                range(loaded.pool.layout.num_kv_heads),
+            ),
             Origin(fingerprint=ROOT, offsets_hash=ROOT, incarnation=1),
         ),
         grammars=GrammarTable(

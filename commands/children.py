@@ -83,7 +83,14 @@ def router_plan(
 
 def shared_options(config: ServeConfig) -> tuple[str, ...]:
     """What was given explicitly; anything else is left to the workers' file tables and defaults."""
-    names = ("kv_codec", "weight_dtype", "block_size", "kv_blocks", "chunk_tokens")
+    names = (
+        "kv_codec",
+        "weight_dtype",
+        "block_size",
+        "kv_blocks",
+        "chunk_tokens",
+        "tensor_parallel",
+    )
     given = [(flag(name), getattr(config, name)) for name in names]
     words = [part for name, value in given if value is not None for part in (name, str(value))]
     return (*words, "--batch-invariant") if config.batch_invariant else tuple(words)

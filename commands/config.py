@@ -62,6 +62,12 @@ class ServeConfig:
         "and always so on CPUs",
         default=False,
     )
+    tensor_parallel: int | None = option(
+        "processes (ranks) of each worker, each with a part of every layer",
+        default=None,
+        metavar="N",
+        shown="1",
+    )
     block_size: BlockSize | None = option("tokens per KV block", default=None, shown="16")
     kv_blocks: int | None = option(
         "size of each worker's KV pool in packed blocks; exact pages for first and open blocks "

@@ -18,6 +18,7 @@ torch here.
 
 import hashlib
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import Final
@@ -199,6 +200,32 @@ class PageTag:
             generation=generation,
             checksum=checksum,
         )
+
+
+def tags_of(
+    content_hashes: Sequence[bytes],
+    fingerprint: bytes,
+    num_tokens: Sequence[int],
+    incarnations: int | Sequence[int],
+    generations: Sequence[int],
+) -> NDArray[np.uint8]:
+    """[pages, TAG_BYTES]: as `PageTag.pack` does, of head 0 and without a checksum."""
+    tags = np.zeros((len(content_hashes), TAG_BYTES), dtype=np.uint8)
+    hashes = np.frombuffer(b"".join(content_hashes), dtype=np.uint8)
+    tags[:, :16] = hashes.reshape(len(content_hashes), 16)
+    tags[:, 16:32] = np.frombuffer(fingerprint, dtype=np.uint8)
+    tags.view(np.uint16)[:, 16] = num_tokens
+    tags.view(np.uint32)[:, 9] = TAG_MAGIC
+    tags.view(np.uint64)[:, 5] = incarnations
+    tags.view(np.uint64)[:, 6] = generations
+    return tags
+
+
+def with_heads(tags: NDArray[np.uint8], heads: Sequence[int]) -> NDArray[np.uint8]:
+    """[pages * heads, TAG_BYTES]: each page's tag once for every head."""
+    of_heads = np.repeat(tags, len(heads), axis=0)
+    of_heads.view(np.uint16)[:, 17] = np.tile(np.array(heads, dtype=np.uint16), len(tags))
+    return of_heads
 
 
 def checksum_weights(num_words: int) -> NDArray[np.uint64]:

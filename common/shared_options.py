@@ -61,8 +61,21 @@ def text() -> Any:
     return option("file with text like what the model will be given", metavar="FILE")
 
 
+def tensor_parallel() -> Any:
+    return option(
+        "processes (ranks) of one worker, each with a part of every layer; CPUs only as yet",
+        default=1,
+        metavar="N",
+    )
+
+
 def threads() -> Any:
-    return option("CPU threads for computing", default=None, metavar="N", shown="all cores")
+    return option(
+        "CPU threads for computing, of all ranks together",
+        default=None,
+        metavar="N",
+        shown="all cores",
+    )
 
 
 def block_size() -> Any:

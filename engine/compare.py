@@ -18,7 +18,7 @@ from torch import Tensor
 from common.model_config import ModelConfig
 from engine.calibration import CHUNK_TOKENS, plans_of
 from engine.config import EngineConfig
-from engine.cpu_model import CpuWeights
+from engine.cpu_weights import CpuWeights
 from engine.load import load_runner
 from engine.pool_size import PoolSize
 from engine.runner import ModelRunner

@@ -2,13 +2,15 @@
 memory its pages get.
 """
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from common.codecs import DEFAULT_KV_CODEC, codec_named
 from common.errors import ConfigError
 from common.model_config import ModelConfig
 from common.pages import PageLayout
+from common.ranks import RankShare, shares
 from engine.padding import padded
 from engine.pool_size import NO_PAGES, PoolShare, PoolSize
 
@@ -42,6 +44,8 @@ class EngineConfig:
     batch_invariant: bool = False
     """For GPUs; on a CPU rows never depend on their batch."""
     num_threads: int = 1
+    """Of each rank."""
+    num_ranks: int = 1
     incarnation: int = 0
     max_num_tokens: int = 512
     """Rows of a step."""
@@ -77,6 +81,24 @@ class EngineConfig:
     def layout(self, model: ModelConfig) -> PageLayout:
         width = padded(model.head_dim) if self.device == "cpu" else model.head_dim
         return PageLayout.of(model, self.block_size, codec_named(self.kv_codec), head_dim=width)
+
+    def shares(self, model: ModelConfig) -> tuple[RankShare, ...]:
+        """Raises ConfigError."""
+        return shares(self.num_ranks, model.num_heads, model.num_kv_heads)
+
+    def rank_layout(self, model: ModelConfig, rank: int) -> PageLayout:
+        """Of the pages of one rank."""
+        heads = self.shares(model)[rank].kv_heads
+        return replace(self.layout(model), num_kv_heads=len(heads))
+
+    def fields(self) -> dict[str, Any]:
+        """Plain values, for `of_fields` in another process. Of a CPU's: its pool has a size."""
+        return {**asdict(self), "model": str(self.model)}
+
+    @classmethod
+    def of_fields(cls, fields: dict[str, Any]) -> "EngineConfig":
+        sizes = {name: PoolSize(**fields[name]) for name in ("pool", "landing")}
+        return cls(**{**fields, **sizes})
 
     def limits(self, model: ModelConfig) -> StepLimits:
         longest = self.longest(model)

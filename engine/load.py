@@ -3,6 +3,7 @@
 On a CPU the kernels are numba's, on a GPU Triton's; the runner sees one `Backend`.
 """
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,32 +18,36 @@ from engine.kernels.offsets import Offsets
 from engine.offsets import open_offsets
 from engine.pool_size import PoolSize
 from engine.pools import PageArena
+from engine.rank_pages import RankPages
+from engine.ranks.followers import ALONE, Followers
+from engine.ranks.rank import GroupBackend, Rank
 from engine.runner import ModelRunner
 from engine.weights import Checkpoint, model_fingerprint
 from engine.worker_pages import Origin, WorkerPages
 
 if TYPE_CHECKING:
-    from engine.cpu_model import CpuWeights
+    from engine.cpu_weights import CpuWeights
+    from engine.ranks.board import Board
 
 
-def load_runner(config: EngineConfig, *, weights: "CpuWeights | None" = None) -> ModelRunner:
+def load_runner(
+    config: EngineConfig,
+    *,
+    weights: "CpuWeights | None" = None,
+    board: "Board | None" = None,
+    followers: Followers = ALONE,
+) -> ModelRunner:
     """`weights` are a CPU's that were loaded before, of the config's `weight_dtype`: several
-    runners may share them.
+    runners may share them. Of several ranks this is rank 0, with their board and the others.
     """
+    assert config.num_ranks == 1 + len(followers)
     model = config.load_model()
     layout = config.layout(model)
     offsets, offsets_hash = open_offsets(
         config.model, model, layout, is_calibrated=config.is_calibrated
     )
-    is_gpu = config.device == "cuda"
-    arithmetic = ""
-    if is_gpu:
-        if config.batch_invariant:
-            arithmetic = gpu_arithmetic(config.dtype, model)
-        backend, pool = load_gpu(config, model, offsets)
-    else:
-        backend, pool = load_cpu(config, model, offsets, weights)
-    landing = PageArena(layout, config.landing.num_packed, config.landing.num_exact, config.device)
+    rank = load_rank(config, model, offsets, 0, weights=weights, board=board)
+    arithmetic = arithmetic_of(config, model)
     origin = Origin(
         fingerprint=layout.fingerprint(
             model_fingerprint(config.model), offsets_hash, config.weight_dtype, arithmetic
@@ -51,32 +56,83 @@ def load_runner(config: EngineConfig, *, weights: "CpuWeights | None" = None) ->
         arithmetic=arithmetic,
         incarnation=config.incarnation,
     )
+    is_alone = config.num_ranks == 1
     return ModelRunner(
         config=model,
-        backend=backend,
-        pages=WorkerPages(pool, landing, origin),
+        backend=rank.backend
+        if is_alone
+        else GroupBackend(rank.backend, followers, config.block_size),
+        pages=WorkerPages(rank.pages, origin, followers),
         grammars=GrammarTable(
             Path(config.model) / "tokenizer.json",
             vocab_size=model.vocab_size,
             eos_token_ids=model.eos_token_ids,
         ),
-        reads_late=is_gpu,
+        reads_late=config.device == "cuda",
     )
 
 
+def load_follower(config: EngineConfig, rank: int, board: "Board") -> Rank:
+    """A rank other than 0."""
+    model = config.load_model()
+    offsets, _ = open_offsets(
+        config.model, model, config.layout(model), is_calibrated=config.is_calibrated
+    )
+    return load_rank(config, model, offsets, rank, board=board)
+
+
+def load_rank(
+    config: EngineConfig,
+    model: ModelConfig,
+    offsets: Offsets,
+    rank: int,
+    *,
+    weights: "CpuWeights | None" = None,
+    board: "Board | None" = None,
+) -> Rank:
+    """Its part of the weights, and pages for its KV heads. `offsets` are those of all heads."""
+    heads = config.shares(model)[rank].kv_heads
+    if config.device == "cuda":
+        backend, pool, weight_bytes = load_gpu(config, model, offsets)
+    else:
+        own = replace(offsets, means=offsets.means[:, :, heads.start : heads.stop].contiguous())
+        backend, pool, weight_bytes = load_cpu(config, model, own, rank, weights, board)
+    landing = PageArena(
+        pool.layout, config.landing.num_packed, config.landing.num_exact, config.device
+    )
+    return Rank(backend=backend, pages=RankPages(pool, landing, heads), weight_bytes=weight_bytes)
+
+
+def arithmetic_of(config: EngineConfig, model: ModelConfig) -> str:
+    """What decides the last bits, where a worker promises those to others."""
+    if not config.batch_invariant:
+        return ""
+    parts = [gpu_arithmetic(config.dtype, model)] if config.device == "cuda" else []
+    parts += [f"{config.num_ranks} ranks"] if config.num_ranks > 1 else []
+    return ", ".join(parts)
+
+
 def load_cpu(
-    config: EngineConfig, model: ModelConfig, offsets: Offsets, weights: "CpuWeights | None"
-) -> tuple[Backend, PageArena]:
-    from engine.cpu_model import CpuModel, CpuWeights  # compiles the kernels
+    config: EngineConfig,
+    model: ModelConfig,
+    offsets: Offsets,
+    rank: int,
+    weights: "CpuWeights | None",
+    board: "Board | None",
+) -> tuple[Backend, PageArena, int]:
+    from engine.cpu_model import CpuModel  # compiles the kernels
+    from engine.cpu_weights import CpuShare, CpuWeights
 
     assert isinstance(config.pool, PoolSize)
     if config.dtype not in ("auto", "float32"):
         raise ConfigError(f"on CPU Tandem computes in float32, not {config.dtype}", param="dtype")
     if config.weight_dtype == "fp8":
         check_fp8(torch.float32, None)
-    pool = PageArena(config.layout(model), config.pool.num_packed, config.pool.num_exact)
+    layout = config.rank_layout(model, rank)
+    pool = PageArena(layout, config.pool.num_packed, config.pool.num_exact)
     if weights is None:
-        weights = CpuWeights(Checkpoint.open(config.model), model, config.weight_dtype)
+        share = CpuShare.of(model, config.shares(model)[rank])
+        weights = CpuWeights(Checkpoint.open(config.model), model, config.weight_dtype, share)
     backend = CpuModel(
         model,
         weights,
@@ -84,14 +140,20 @@ def load_cpu(
         offsets,
         max_num_tokens=config.max_num_tokens,
         num_threads=config.num_threads,
+        board=board,
     )
-    return backend, pool
+    return backend, pool, weights.num_bytes
 
 
 def load_gpu(
     config: EngineConfig, model: ModelConfig, offsets: Offsets
-) -> tuple[Backend, PageArena]:
+) -> tuple[Backend, PageArena, int]:
     """See `engine.gpu_memory.open_gpu`."""
+    if config.num_ranks > 1:
+        raise ConfigError(
+            "--tensor-parallel is there on CPUs only; on GPUs start one worker for each",
+            param="tensor_parallel",
+        )
     from engine.gpu_memory import CudaGpu, open_gpu  # there is no Triton beside CPUs
     from engine.triton_model import TritonModel
 
@@ -112,7 +174,7 @@ def load_gpu(
             is_batch_invariant=config.batch_invariant,
         )  # fmt: skip
 
-    return open_gpu(
+    backend, pool = open_gpu(
         CudaGpu(),
         make_model,
         config.layout(model),
@@ -120,3 +182,4 @@ def load_gpu(
         room=config.pool,
         landing=config.landing,
     )
+    return backend, pool, 0

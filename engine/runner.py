@@ -2,7 +2,7 @@
 
 `ModelRunner.execute` is called on the device thread, once per step; `land` between steps, for pages
 that a pull has brought. Decisions are the scheduler's: the runner allocates nothing and chooses
-nothing. It is one rank of a group of size 1.
+nothing. Of a worker of several ranks it is at rank 0, and its backend and pages tell the others.
 """
 
 import time
@@ -98,15 +98,15 @@ class ModelRunner:
 
     @property
     def layout(self) -> PageLayout:
-        return self.pages.pool.layout
+        return self.pages.own.pool.layout
 
     @property
     def pool(self) -> PageArena:
-        return self.pages.pool
+        return self.pages.own.pool
 
     @property
     def landing(self) -> PageArena:
-        return self.pages.landing
+        return self.pages.own.landing
 
     @property
     def layout_fingerprint(self) -> bytes:
@@ -200,7 +200,7 @@ class ModelRunner:
         """Raise unless rows come out the same whatever stands beside them (to the bit where the
         backend promises that) and all layers give finite numbers. Seconds of the latter.
         """
-        return check_at_start(self.config, self.backend, self.pool)
+        return check_at_start(self.config, self.backend, self.pool, self.pages.erase)
 
     def self_test_on(self, block_ids: tuple[BlockId, ...], tail: BlockId) -> None:
         """Between steps, in pages that are held for it: raise unless all layers give finite
@@ -230,7 +230,7 @@ class ModelRunner:
         seeds = [seed for chunk in finished for seed in self.outputs.first_seeds(chunk)]
         rows = np.repeat(np.concatenate([first_rows, decodes]), repeats)
         if len(rows) != len(logits):
-            [counts] = self.pages.sender.send_arrays([np.array(repeats, dtype=np.int64)])
+            [counts] = self.pages.own.sender.send_arrays([np.array(repeats, dtype=np.int64)])
             logits = logits.repeat_interleave(counts, dim=0, output_size=len(rows))
         all_seeds = np.concatenate([np.array(seeds, dtype=np.uint64), self.outputs.seed[decodes]])
         masks = None

@@ -12,7 +12,7 @@ no quiet device.
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -41,9 +41,11 @@ GPU_MARGIN = 0.1
 """Of the largest logit of a row."""
 
 
-def check_at_start(config: ModelConfig, backend: Backend, pool: PageArena) -> float:
-    """Raises InternalError, or ConfigError when the pool is too small. Returns how many seconds a
-    short prompt through all layers took.
+def check_at_start(
+    config: ModelConfig, backend: Backend, pool: PageArena, erase: Callable[[], None]
+) -> float:
+    """`erase` sets all of the pool to zero, in every rank. Raises InternalError, or ConfigError
+    when the pool is too small. Returns how many seconds a short prompt through all layers took.
     """
     size = pool.layout.block_size
     longest = min(LONG, config.max_position_embeddings - 1)
@@ -58,8 +60,7 @@ def check_at_start(config: ModelConfig, backend: Backend, pool: PageArena) -> fl
         test.check_all_layers()
         return time.perf_counter() - began
     finally:
-        pool.packed[:] = 0
-        pool.exact[:] = 0
+        erase()
 
 
 def check_all_layers(

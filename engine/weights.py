@@ -46,8 +46,17 @@ class Checkpoint:
     def entries(self) -> list[TensorEntry]:
         return sorted(self._entries.values(), key=lambda entry: entry.name)
 
-    def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """The tensor, which must have this shape and be finite, in its stored dtype."""
+    def read(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        *,
+        rows: range | None = None,
+        columns: range | None = None,
+    ) -> Tensor:
+        """The tensor, which must have this shape and be finite, in its stored dtype; with `rows` or
+        `columns` only these, which are consecutive.
+        """
         entry = self._entries.get(name)
         if entry is None:
             raise UnsupportedModel(f"the checkpoint has no tensor {name}")
@@ -61,10 +70,12 @@ class Checkpoint:
                 f"{entry.path}: {name} is stored as {entry.dtype}; there are {', '.join(_DTYPES)}"
             )
         self._unread.discard(name)
-        data = bytearray(entry.end - entry.start)
+        row_bytes = (entry.end - entry.start) // max(shape[0], 1)
+        rows = rows if rows is not None else range(shape[0])
+        data = bytearray(len(rows) * row_bytes)
         try:
             with entry.path.open("rb") as file:
-                file.seek(entry.start)
+                file.seek(entry.start + rows.start * row_bytes)
                 num_read = file.readinto(data)
         except OSError as error:
             raise UnsupportedModel(
@@ -72,17 +83,20 @@ class Checkpoint:
             ) from error
         if num_read != len(data):
             raise UnsupportedModel(f"{entry.path} is shorter than its header says (at {name})")
-        tensor = torch.frombuffer(data, dtype=_DTYPES[entry.dtype]).view(shape)
+        tensor = torch.frombuffer(data, dtype=_DTYPES[entry.dtype]).view(len(rows), *shape[1:])
         _check_finite(entry, tensor)
+        if columns is not None and len(columns) != shape[1]:
+            return tensor[:, columns.start : columns.stop].clone()
         return tensor
 
-    def output_head(self, config: ModelConfig) -> Tensor | None:
-        """The output matrix, or None when it is the embedding."""
+    def output_head(self, config: ModelConfig, rows: range | None = None) -> Tensor | None:
+        """The output matrix, or None when it is the embedding; with `rows` only these."""
         shape = (config.vocab_size, config.hidden_size)
         if not config.tie_word_embeddings:
-            return self.read("lm_head.weight", shape)
+            return self.read("lm_head.weight", shape, rows=rows)
         if "lm_head.weight" in self and not torch.equal(
-            self.read("lm_head.weight", shape), self.read("model.embed_tokens.weight", shape)
+            self.read("lm_head.weight", shape, rows=rows),
+            self.read("model.embed_tokens.weight", shape, rows=rows),
         ):
             raise UnsupportedModel(
                 "config.json says tie_word_embeddings, but lm_head.weight is another matrix than "

@@ -86,6 +86,7 @@ class WorkerConfig:
     max_model_len: int | None = option(
         "longest prompt plus output in tokens", default=None, metavar="N", shown="as the model says"
     )
+    tensor_parallel: int = shared.tensor_parallel()
     threads: int | None = shared.threads()
     device: Literal["auto", "cpu", "cuda"] = option("where to compute", default="auto")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
@@ -144,6 +145,7 @@ class WorkerConfig:
         check_chunk(self.max_chunk_tokens, self.block_size)
         check_at_least("max_num_seqs", self.max_num_seqs, 1)
         check_at_least("max_model_len", self.max_model_len, 1)
+        check_at_least("tensor_parallel", self.tensor_parallel, 1)
         check_at_least("threads", self.threads, 1)
         check_positive("handoff_stall_s", self.handoff_stall_s)
         check_positive("drain_s", self.drain_s)

@@ -7,8 +7,10 @@ drain, close.
 """
 
 import logging
+import os
 import sys
 from collections.abc import Awaitable, Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import IO, Protocol
 
@@ -35,7 +37,14 @@ from engine.weights import model_fingerprint
 from worker.config import WorkerConfig
 from worker.context import WorkerContext
 from worker.metrics import WorkerMetrics
-from worker.start import Sizes, open_runner, overlaps_steps, plan_memory
+from worker.start import (
+    Sizes,
+    engine_config,
+    open_group,
+    open_runner,
+    overlaps_steps,
+    plan_memory,
+)
 from worker.watch import Identity, new_incarnation
 from worker.watched_device import StepBounds, WatchedDevice
 
@@ -156,13 +165,14 @@ async def _run(config: WorkerConfig, assemble: Assemble) -> None:
     try:
         with (
             watch,
+            ExitStack() as ranks,
             DeviceThread(config.role) as thread,
             open_events(config.event_log) as events_file,
         ):
             ending = _Ending()
             with watch.job(START_BOUND_S):
                 parts = await _open(
-                    config, thread, watch, metrics, metrics_server, events_file, ending
+                    config, thread, watch, metrics, metrics_server, events_file, ending, ranks
                 )
             await _serve(config, parts, assemble, ending)
     finally:
@@ -177,11 +187,16 @@ async def _open(
     metrics_server: MetricsServer,
     events_file: IO[str] | None,
     ending: "_Ending",
+    ranks: ExitStack,
 ) -> Parts:
     model = ModelConfig.load(config.model)
     plan = plan_memory(config, model)
     incarnation = new_incarnation()
-    runner, sizes = await thread.run(open_runner, config, plan, int(incarnation, 16))
+    engine = engine_config(config, plan, int(incarnation, 16))
+    group = ranks.enter_context(open_group(engine))
+    runner, sizes = await thread.run(open_runner, engine, plan, group)
+    if group is not None:
+        group.watch(_die)
     runner.prepare(ANY_GRAMMAR)  # not waited for: the tokenizer is there before the first request
     host = split_address(config.advertise or config.listen)[0]
     clock = MonotonicClock()
@@ -212,6 +227,12 @@ async def _open(
         give_up=ending.give_up,
         unfit=ending.unfit,
     )
+
+
+def _die(reason: str) -> None:
+    """A rank is gone. Peers and the router see what they see of any worker that dies."""
+    log.critical("%s: so does this worker", reason)
+    os._exit(1)
 
 
 def layout_text(config: WorkerConfig, runner: ModelRunner) -> str:

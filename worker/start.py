@@ -6,6 +6,7 @@
 How many blocks fit a GPU is only known when its weights are loaded and a step has been tried.
 """
 
+import contextlib
 import os
 from dataclasses import dataclass
 
@@ -15,6 +16,7 @@ from engine.backend import device_named
 from engine.config import EngineConfig
 from engine.load import load_runner
 from engine.pool_size import NO_PAGES, PoolShare, PoolSize, landing_of, pool_of
+from engine.ranks.group import RankGroup, follower_program
 from engine.runner import ModelRunner
 from worker.config import WorkerConfig
 
@@ -77,6 +79,13 @@ def plan_memory(config: WorkerConfig, model: ModelConfig) -> MemoryPlan:
     )
 
 
+def open_group(config: EngineConfig) -> contextlib.AbstractContextManager[RankGroup | None]:
+    """The other ranks, where there are some."""
+    if config.num_ranks == 1:
+        return contextlib.nullcontext()
+    return RankGroup(config, follower_program("worker.follower"))
+
+
 def overlaps_steps(config: WorkerConfig, plan: MemoryPlan) -> bool:
     if config.role == "prefill":
         return False
@@ -96,7 +105,8 @@ def engine_config(config: WorkerConfig, plan: MemoryPlan, incarnation: int) -> E
         dtype=config.dtype,
         weight_dtype=config.weight_dtype,
         batch_invariant=config.batch_invariant,
-        num_threads=config.threads or os.cpu_count() or 1,
+        num_threads=max(1, (config.threads or os.cpu_count() or 1) // config.tensor_parallel),
+        num_ranks=config.tensor_parallel,
         incarnation=incarnation,
         max_num_tokens=config.max_chunk_tokens + config.max_num_seqs,
         max_num_decodes=0 if config.role == "prefill" else config.max_num_seqs,
@@ -105,12 +115,16 @@ def engine_config(config: WorkerConfig, plan: MemoryPlan, incarnation: int) -> E
 
 
 def open_runner(
-    config: WorkerConfig, plan: MemoryPlan, incarnation: int
+    config: EngineConfig, plan: MemoryPlan, group: RankGroup | None
 ) -> tuple[ModelRunner, Sizes]:
     """Reads the model, allocates the pools, and proves that rows do not depend on their
     neighbours.
     """
-    runner = load_runner(engine_config(config, plan, incarnation))
+    if group is None:
+        runner = load_runner(config)
+    else:
+        runner = load_runner(config, board=group.board, followers=group.followers)
+        group.wait_ready()
     self_test_s = runner.self_test()
     return runner, Sizes(
         num_blocks=len(runner.pool.packed),

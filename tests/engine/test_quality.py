@@ -22,7 +22,7 @@ from common.model_config import ModelConfig
 from common.pages import NO_FINGERPRINT, OFFSETS_FILE
 from engine import calibration, compare, tasks
 from engine.compare import Candidate, Engines, Interval, Quality
-from engine.cpu_model import CpuWeights
+from engine.cpu_weights import CpuWeights
 from engine.offsets import load_means, means_hash, open_offsets, save_means
 from engine.rope import rope_tables
 from engine.tasks import Accuracy, accuracy_of, read_tasks

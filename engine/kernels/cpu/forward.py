@@ -8,6 +8,12 @@ depends on the thread, on the other rows of the step or on how many there are. P
     norm -> q, k, v -> rotary, round, store, seal -> attention -> output projection
     -> norm -> gate, up, silu -> down
 
+Of several ranks each has its own heads, its own part of the feed-forward layer and of the
+vocabulary, and all of the residual. The two products that end in the residual are sums over ranks:
+each leaves its part (`Model.out`, `Model.down`) in memory that all see, they meet, and each adds
+all parts to its residual, in the order of ranks. Two such places are used in turn, so that nobody
+writes where another still reads.
+
 `engine.cpu_model` owns the memory and passes addresses: `Model` for the step, `Layer` for
 each layer, `Pages` for the pools. `items` and `runs` are those of `engine.batch`.
 """
@@ -21,11 +27,11 @@ from engine.kernels.cpu.attention import Run, attend
 from engine.kernels.cpu.int8_weights import WIDE_FLOATS, multiply_int8, widen_column
 from engine.kernels.cpu.int8_weights import panel_bytes as int8_panel_bytes
 from engine.kernels.cpu.matmul import I8_WEIGHTS, element_size, multiply, widen
-from engine.kernels.cpu.pages import FP32, Pages
+from engine.kernels.cpu.pages import FP32, Pages, copy_bytes
 from engine.kernels.cpu.rows import add_bias, add_row, rms_norm, rotate_head, round_row, silu_mul
 from engine.kernels.cpu.sources import source_hash
 from engine.kernels.cpu.store import item_at, store_item
-from engine.kernels.cpu.sync import barrier, take
+from engine.kernels.cpu.sync import barrier, meet, take
 
 ROW_BLOCK = 48  # rows that stay in cache while panels pass by
 INT8_ROW_BLOCK = 96  # more of them share the widening of a panel
@@ -37,7 +43,7 @@ PANEL = 16
 
 
 class Model(NamedTuple):
-    """Sizes, workspaces and tensors that all layers share. Workspaces are fp32 rows."""
+    """Sizes, workspaces and tensors of one rank that all layers share. Workspaces are fp32 rows."""
 
     num_layers: int
     hidden: int
@@ -45,23 +51,31 @@ class Model(NamedTuple):
     heads: int
     kv_heads: int
     head_dim: int
-    vocab_padded: int
+    vocab_padded: int  # of all ranks
+    first_token: int  # of this rank's part of the vocabulary
+    num_tokens: int  # of it, padded
     kind: int  # how matrices are stored
     x: int  # [rows, hidden]: the residual
     normed: int  # [rows, hidden]
     qkv: int  # [rows, (heads + 2 kv_heads) * head_dim]
     attended: int  # [rows, heads * head_dim]
-    delta: int  # [rows, hidden]: what is added to the residual next
+    out: int  # [ranks, rows, hidden]: what is added to the residual after attention
+    down: int  # the same after the feed-forward layer; of one rank the same place
+    part_bytes: int  # from rank to rank
+    embedded: int  # [rows, hidden], of all ranks; 0: `x` itself
     act: int  # [rows, inter]
     scratch: int
     scratch_step: int  # bytes of scratch per thread
     cos: int  # [positions, head_dim / 2]
     sin: int
-    embedding: int  # [vocab, hidden] as stored; int8: panels, as the head's
+    embedding: int  # [num_tokens, hidden] as stored; int8: panels, as the head's
     final_norm: int
     head: int  # panels
     final: int  # [logits, hidden]: normed rows for the head
-    logits: int  # [logits, vocab_padded]
+    logits: int  # [logits, vocab_padded], of all ranks
+    rank: int
+    num_ranks: int
+    board: int
 
 
 class Layer(NamedTuple):
@@ -99,12 +113,13 @@ def _multiply(kind, x, x_stride, w, k, out, out_stride, rows, panels, scratch):
 
 
 @njit(nogil=True)
-def _linear(kind, x, w, k, out, rows, panels, group, scratch, sync, counter):
-    """out[rows, panels * 16] = x[rows, k] @ w. Tasks: (block of rows, group of panels)."""
+def _linear(kind, x, w, k, out, out_stride, rows, panels, group, scratch, sync, counter):
+    """out[rows, panels * 16] = x[rows, k] @ w; `out_stride` in bytes. Tasks: (block of rows, group
+    of panels).
+    """
     groups, block = -(-panels // group), _row_block(kind)
     num_tasks = -(-rows // block) * groups
     step = _panel_bytes(kind, k)
-    out_stride = panels * PANEL * 4
     task = take(sync, counter)
     while task < num_tasks:
         row, panel = task // groups * block, task % groups * group
@@ -140,15 +155,25 @@ def _gate_up(model, w, rows, scratch, sync, counter):
 
 
 @njit(nogil=True)
-def _norm_rows(model, has_delta, bias, weight, eps, rows, sync, counter):
-    """x += delta (+ bias); normed = norm(x)."""
+def _add_parts(model, parts, bias, at):
+    """x += the sum over ranks (+ bias), of the row at byte `at`."""
+    add_row(model.x + at, parts + at, bias, model.hidden)
+    for rank in range(1, model.num_ranks):
+        add_row(model.x + at, parts + rank * model.part_bytes + at, 0, model.hidden)
+
+
+@njit(nogil=True)
+def _norm_rows(model, parts, bias, weight, eps, rows, sync, counter):
+    """x += parts (+ bias), or, where there are none, what is embedded; normed = norm(x)."""
     n = model.hidden
     first = take(sync, counter) * ROW_TASK
     while first < rows:
         for r in range(first, min(first + ROW_TASK, rows)):
             at = r * n * 4
-            if has_delta:
-                add_row(model.x + at, model.delta + at, bias, n)
+            if parts:
+                _add_parts(model, parts, bias, at)
+            elif model.embedded:
+                copy_bytes(model.embedded + at, model.x + at, n * 4)
             rms_norm(model.x + at, weight, n, eps, model.normed + at)
         first = take(sync, counter) * ROW_TASK
 
@@ -229,16 +254,19 @@ def _attend_runs(model, index, runs, tables, pages, scratch, sync, counter):
 
 @njit(nogil=True)
 def _embed(model, tokens, sync, counter):
-    """Rows of the embedding, widened to fp32."""
+    """Rows of the embedding, widened to fp32: of the tokens that this rank has."""
     hidden, kind = model.hidden, model.kind
+    rows = model.embedded if model.embedded else model.x
     first = take(sync, counter) * ROW_TASK
     while first < len(tokens):
         for r in range(first, min(first + ROW_TASK, len(tokens))):
-            to = model.x + r * hidden * 4
+            to, token = rows + r * hidden * 4, tokens[r] - model.first_token
+            if token < 0 or token >= model.num_tokens:
+                continue
             if kind == I8_WEIGHTS:
-                widen_column(model.embedding, hidden, tokens[r], to)
+                widen_column(model.embedding, hidden, token, to)
             else:
-                widen(model.embedding + tokens[r] * hidden * element_size(kind), hidden, kind, to)
+                widen(model.embedding + token * hidden * element_size(kind), hidden, kind, to)
         first = take(sync, counter) * ROW_TASK
 
 
@@ -248,7 +276,7 @@ def _final_rows(model, wanted, eps):
     row_bytes = model.hidden * 4
     for i in range(len(wanted)):
         at = wanted[i] * row_bytes
-        add_row(model.x + at, model.delta + at, 0, model.hidden)
+        _add_parts(model, model.down, 0, at)
         to = model.final + i * row_bytes
         rms_norm(model.x + at, model.final_norm, model.hidden, eps, to)
 
@@ -258,7 +286,7 @@ def _model(m):
     return Model(
         m[0], m[1], m[2], m[3], m[4], m[5], m[6], m[7], m[8], m[9], m[10],
         m[11], m[12], m[13], m[14], m[15], m[16], m[17], m[18], m[19], m[20], m[21],
-        m[22],
+        m[22], m[23], m[24], m[25], m[26], m[27], m[28], m[29], m[30],
     )  # fmt: skip
 
 
@@ -284,17 +312,19 @@ def _layers(
     rows, hidden, kind = len(tokens), model.hidden, model.kind
     q_width = model.heads * model.head_dim
     qkv_panels = (q_width + 2 * model.kv_heads * model.head_dim) // PANEL
-    hidden_panels = hidden // PANEL
+    hidden_panels, hidden_bytes = hidden // PANEL, hidden * 4
+    part = model.rank * model.part_bytes
+    board, num_ranks = model.board, model.num_ranks
     scratch = model.scratch + me * model.scratch_step
     _embed(model, tokens, sync, 0)
-    barrier(sync, size)
+    meet(sync, size, board, num_ranks)
     for index in range(model.num_layers):
         layer, count = _layer(layer_fields[index]), 1 + index * PHASES
-        _norm_rows(model, index > 0, 0, layer.norm_1, eps, rows, sync, count)
+        _norm_rows(model, model.down if index else 0, 0, layer.norm_1, eps, rows, sync, count)
         barrier(sync, size)
         _linear(
-            kind, model.normed, layer.qkv, hidden, model.qkv, rows, qkv_panels, PANEL_GROUP,
-            scratch, sync, count + 1,
+            kind, model.normed, layer.qkv, hidden, model.qkv, qkv_panels * PANEL * 4, rows,
+            qkv_panels, PANEL_GROUP, scratch, sync, count + 1,
         )  # fmt: skip
         barrier(sync, size)
         _store_items(model, layer, index, items, head_eps, scale, pages, scratch, sync, count + 2)
@@ -302,19 +332,19 @@ def _layers(
         _attend_runs(model, index, runs, tables, pages, scratch, sync, count + 3)
         barrier(sync, size)
         _linear(
-            kind, model.attended, layer.out, q_width, model.delta, rows, hidden_panels,
-            PANEL_GROUP, scratch, sync, count + 4,
+            kind, model.attended, layer.out, q_width, model.out + part, hidden_bytes, rows,
+            hidden_panels, PANEL_GROUP, scratch, sync, count + 4,
         )  # fmt: skip
-        barrier(sync, size)
-        _norm_rows(model, True, layer.out_bias, layer.norm_2, eps, rows, sync, count + 5)
+        meet(sync, size, board, num_ranks)
+        _norm_rows(model, model.out, layer.out_bias, layer.norm_2, eps, rows, sync, count + 5)
         barrier(sync, size)
         _gate_up(model, layer.gate_up, rows, scratch, sync, count + 6)
         barrier(sync, size)
         _linear(
-            kind, model.act, layer.down, model.inter, model.delta, rows, hidden_panels,
-            PANEL_GROUP, scratch, sync, count + 7,
+            kind, model.act, layer.down, model.inter, model.down + part, hidden_bytes, rows,
+            hidden_panels, PANEL_GROUP, scratch, sync, count + 7,
         )  # fmt: skip
-        barrier(sync, size)
+        meet(sync, size, board, num_ranks)
 
 
 @njit(nogil=True)
@@ -324,9 +354,12 @@ def _head(me, size, sync, model_fields, eps, wanted):
         _final_rows(model, wanted, eps)
     barrier(sync, size)
     _linear(
-        model.kind, model.final, model.head, model.hidden, model.logits, len(wanted),
-        model.vocab_padded // PANEL, HEAD_GROUP, model.scratch + me * model.scratch_step, sync, 0,
+        model.kind, model.final, model.head, model.hidden, model.logits + model.first_token * 4,
+        model.vocab_padded * 4, len(wanted), model.num_tokens // PANEL, HEAD_GROUP,
+        model.scratch + me * model.scratch_step, sync, 0,
     )  # fmt: skip
+    if model.num_ranks > 1:
+        meet(sync, size, model.board, model.num_ranks)
 
 
 NUMBERS, NUMBERS_2D = types.int64[::1], types.int64[:, ::1]
@@ -345,7 +378,7 @@ def _compiled(sources):
         me, size, sync, model_fields, layer_fields, page_fields, eps, head_eps, scale, tokens,
         items, runs, tables,
     ):  # fmt: skip
-        """A step's KV into the pages and its rows to `Model.x` and `Model.delta`, on thread `me` of
+        """A step's KV into the pages and its rows to `Model.x` and `Model.down`, on thread `me` of
         `size`.
 
         `eps` is that of norms over the hidden size, `head_eps` that of norms over a head. The

@@ -1,0 +1,202 @@
+"""The followers of a worker: child processes that rank 0 starts, tells what to do, and dies with.
+
+    with RankGroup(config, program) as group:      # they load while rank 0 loads
+        runner = load_runner(config, board=group.board, followers=group.followers)
+        group.wait_ready()
+        group.watch(on_lost)
+
+One rank's end is the worker's end. A follower goes when the connection to rank 0 ends, and the
+kernel kills it when rank 0 dies.
+"""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection, Pipe
+from types import TracebackType
+from typing import Self
+
+from common.environment import child_environment
+from common.errors import ConfigError, InternalError, TandemError, UnsupportedModel
+from common.model_config import ModelConfig
+from engine.config import EngineConfig
+from engine.padding import PANEL, padded
+from engine.ranks.board import Board, BoardSizes
+from engine.ranks.commands import pack, unpack
+from engine.ranks.followers import Followers, RankLost, received
+from engine.self_test import LONG
+
+STOP_S = 5.0
+"""For a follower to end by itself when rank 0 has closed its connection."""
+ERRORS: dict[str, type[TandemError]] = {
+    kind.__name__: kind for kind in (ConfigError, UnsupportedModel, InternalError)
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankStart:
+    """What a follower is told first."""
+
+    rank: int
+    config: EngineConfig
+    sizes: BoardSizes
+
+    def pack(self) -> bytes:
+        return pack([self.rank, self.config.fields(), asdict(self.sizes)])
+
+    @classmethod
+    def unpack(cls, data: bytes) -> "RankStart":
+        rank, fields, sizes = unpack(data)
+        return cls(rank=rank, config=EngineConfig.of_fields(fields), sizes=BoardSizes(**sizes))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankMemory:
+    """Bytes that one rank holds."""
+
+    weights: int
+    pages: int
+
+
+@dataclass(slots=True)
+class _Follower:
+    process: "subprocess.Popen[bytes]"
+    connection: "Connection"
+    transfers: socket.socket
+
+
+class RankGroup:
+    def __init__(self, config: EngineConfig, program: Sequence[str]) -> None:
+        """`program` is a follower's command line, which gets the numbers of three descriptors: of
+        the connection, the board, and a socket that its transfers are asked over.
+        """
+        model = config.load_model()
+        config.shares(model)  # refused before anything is started
+        self._config = config
+        self._program = tuple(program)
+        self.board = Board.create(board_sizes(config, model), num_threads=config.num_threads)
+        self._members: list[_Follower] = []
+        self._is_closing = False
+        self._on_lost: Callable[[str], None] | None = None
+
+    def __enter__(self) -> Self:
+        for rank in range(1, self._config.num_ranks):
+            self._members.append(self._start(rank))
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """They end by themselves, or are killed."""
+        self._is_closing = True
+        if error is not None:
+            self.board.lose()
+        for member in self._members:
+            member.connection.close()
+            member.transfers.close()
+        for member in self._members:
+            try:
+                member.process.wait(0 if error is not None else STOP_S)
+            except subprocess.TimeoutExpired:
+                member.process.kill()
+                member.process.wait()
+
+    @property
+    def followers(self) -> Followers:
+        return Followers(
+            [member.connection for member in self._members], lambda: self.board.is_lost
+        )
+
+    @property
+    def transfers(self) -> list[socket.socket]:
+        """For each follower, rank 0's end."""
+        return [member.transfers for member in self._members]
+
+    @property
+    def pids(self) -> list[int]:
+        return [member.process.pid for member in self._members]
+
+    def wait_ready(self) -> list[RankMemory]:
+        """Raises what a follower could not start for, or RankLost."""
+        return [self._report(rank + 1, member) for rank, member in enumerate(self._members)]
+
+    def watch(self, on_lost: Callable[[str], None]) -> None:
+        """From now on: `on_lost` is called with what happened, in a thread of its own, when a
+        follower ends before the group is closed.
+        """
+        self._on_lost = on_lost
+        for rank, member in enumerate(self._members):
+            arguments = (rank + 1, member.process)
+            threading.Thread(target=self._wait_for, args=arguments, daemon=True).start()
+
+    def _start(self, rank: int) -> _Follower:
+        ours, theirs = Pipe()
+        transfers, their_transfers = socket.socketpair()
+        with theirs, their_transfers:
+            descriptors = (theirs.fileno(), self.board.descriptor, their_transfers.fileno())
+            process = subprocess.Popen(
+                [*self._program, *map(str, descriptors), str(os.getpid())],
+                pass_fds=descriptors,
+                stdin=subprocess.DEVNULL,
+                env=child_environment(self._config.num_threads),
+            )
+        start = RankStart(rank=rank, config=self._config, sizes=self.board.sizes)
+        ours.send_bytes(start.pack())
+        return _Follower(process, ours, transfers)
+
+    def _report(self, rank: int, member: _Follower) -> RankMemory:
+        try:
+            report = received(member.connection, rank)
+        except RankLost:
+            how = ended(member.process.wait())
+            raise RankLost(f"rank {rank} {how} while it started; its log says why") from None
+        match report:
+            case {"weights": weights, "pages": pages}:
+                return RankMemory(weights=weights, pages=pages)
+            case {"kind": kind, "message": message}:
+                raise ERRORS.get(kind, InternalError)(f"rank {rank}: {message}")
+        raise RankLost(f"rank {rank} reports {report!r}")
+
+    def _wait_for(self, rank: int, process: "subprocess.Popen[bytes]") -> None:
+        code = process.wait()
+        if not self._is_closing:
+            self.board.lose()
+            assert self._on_lost is not None
+            self._on_lost(f"rank {rank} {ended(code)}")
+
+
+def board_sizes(config: EngineConfig, model: ModelConfig) -> BoardSizes:
+    """The self-test's prompt is the largest step, or the scheduler's is."""
+    return BoardSizes(
+        num_ranks=config.num_ranks,
+        num_rows=max(config.max_num_tokens, LONG),
+        hidden=padded(model.hidden_size),
+        vocab=-(-model.vocab_size // PANEL) * PANEL,
+    )
+
+
+def failure(error: BaseException) -> bytes:
+    """What a follower reports that cannot start."""
+    message = error.message if isinstance(error, TandemError) else repr(error)
+    return pack({"kind": type(error).__name__, "message": message})
+
+
+def readiness(memory: RankMemory) -> bytes:
+    """What a follower reports when it has loaded."""
+    return pack(asdict(memory))
+
+
+def ended(code: int) -> str:
+    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
+
+
+def follower_program(module: str) -> tuple[str, ...]:
+    return (sys.executable, "-m", module)
