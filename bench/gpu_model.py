@@ -37,13 +37,24 @@ class RandomCheckpoint(Checkpoint):
         super().__init__({})
         self._dtype, self._device = dtype, device
 
-    def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
+    def read(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        *,
+        rows: range | None = None,
+        columns: range | None = None,
+    ) -> Tensor:
+        if rows is not None:
+            shape = (len(rows), *shape[1:])
+        if columns is not None:
+            shape = (shape[0], len(columns))
         if name.endswith("norm.weight"):
             return torch.ones(shape, dtype=self._dtype, device=self._device)
         return torch.empty(shape, dtype=self._dtype, device=self._device).normal_(std=0.02)
 
-    def output_head(self, config: ModelConfig) -> Tensor:
-        return self.read("lm_head.weight", (config.vocab_size, config.hidden_size))
+    def output_head(self, config: ModelConfig, rows: range | None = None) -> Tensor:
+        return self.read("lm_head.weight", (config.vocab_size, config.hidden_size), rows=rows)
 
 
 def config_of(shape: Shape, num_layers: int, max_tokens: int) -> ModelConfig:

@@ -40,7 +40,6 @@ def load_runner(
     """`weights` are a CPU's that were loaded before, of the config's `weight_dtype`: several
     runners may share them. Of several ranks this is rank 0, with their board and the others.
     """
-    assert config.num_ranks == 1 + len(followers)
     model = config.load_model()
     layout = config.layout(model)
     offsets, offsets_hash = open_offsets(
@@ -69,6 +68,7 @@ def load_runner(
             eos_token_ids=model.eos_token_ids,
         ),
         reads_late=config.device == "cuda",
+        weight_bytes=rank.weight_bytes,
     )
 
 

@@ -78,15 +78,18 @@ class ModelRunner:
         pages: WorkerPages,
         grammars: GrammarTable,
         reads_late: bool = False,
+        weight_bytes: int = 0,
     ) -> None:
-        """`reads_late`: the tokens of a step that was only launched are read when the next one has
-        been launched. The backend must be able to feed them on the device.
+        """`weight_bytes` are those of this rank. `reads_late`: the tokens of a step that was only
+        launched are read when the next one has been launched. The backend must be able to feed
+        them on the device.
         """
         self.config = config
         self.backend = backend
         self.pages = pages
         self.grammars = grammars
         self.reads_late = reads_late
+        self.weight_bytes = weight_bytes
         self._latest: LaunchedStep | None = None
         self.outputs = OutputTable(
             max_blocks=-(-config.max_position_embeddings // self.layout.block_size),

@@ -18,7 +18,7 @@ from common.errors import TandemError
 from engine.load import load_follower
 from engine.ranks.board import Board
 from engine.ranks.group import RankMemory, RankStart, failure, readiness
-from engine.ranks.rank import Rank, follow
+from engine.ranks.rank import follow
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ def main(arguments: list[str]) -> int:
         if not isinstance(error, TandemError):
             log.exception("rank %d cannot start", start.rank)
         return 2
-    connection.send_bytes(readiness(memory_of(rank)))
+    connection.send_bytes(readiness(RankMemory.of(rank.weight_bytes, rank.pages)))
     try:
         with transfers:
             follow(connection, rank)
@@ -55,11 +55,6 @@ def main(arguments: list[str]) -> int:
         board.lose()
         return 1
     return 0
-
-
-def memory_of(rank: Rank) -> RankMemory:
-    pages = rank.pages.pool.num_bytes + rank.pages.landing.num_bytes
-    return RankMemory(weights=rank.weight_bytes, pages=pages)
 
 
 def die_with(parent: int) -> None:

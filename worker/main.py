@@ -197,6 +197,14 @@ async def _open(
     runner, sizes = await thread.run(open_runner, engine, plan, group)
     if group is not None:
         group.watch(_die)
+        for rank, memory in enumerate(sizes.memory):
+            log.info(
+                "rank %d holds %.1f MB of weights and %.1f MB of pages",
+                rank, memory.weights / 1e6, memory.pages / 1e6,
+            )  # fmt: skip
+    for rank, memory in enumerate(sizes.memory):
+        metrics.rank_memory.labels(str(rank), "weights").set(memory.weights)
+        metrics.rank_memory.labels(str(rank), "pages").set(memory.pages)
     runner.prepare(ANY_GRAMMAR)  # not waited for: the tokenizer is there before the first request
     host = split_address(config.advertise or config.listen)[0]
     clock = MonotonicClock()

@@ -73,6 +73,9 @@ class WorkerMetrics:
         )
         self.chunk_tokens = gauge("chunk_tokens", "Prompt tokens a step may carry at present")
         self.finished = counter("requests_finished", "Requests by how they ended", ("reason",))
+        self.rank_memory = gauge(
+            "rank_memory_bytes", "What each rank of this worker holds", ("rank", "of")
+        )
         self.errors = counter("errors", "Errors by type", ("code",))
 
     def watch_load(self, load: Callable[[], Load]) -> None:

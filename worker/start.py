@@ -16,7 +16,7 @@ from engine.backend import device_named
 from engine.config import EngineConfig
 from engine.load import load_runner
 from engine.pool_size import NO_PAGES, PoolShare, PoolSize, landing_of, pool_of
-from engine.ranks.group import RankGroup, follower_program
+from engine.ranks.group import RankGroup, RankMemory, follower_program
 from engine.runner import ModelRunner
 from worker.config import WorkerConfig
 
@@ -40,6 +40,8 @@ class Sizes:
     max_model_len: int
     self_test_s: float
     """What a short prompt through all layers took."""
+    memory: tuple[RankMemory, ...]
+    """Of each rank."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,11 +122,12 @@ def open_runner(
     """Reads the model, allocates the pools, and proves that rows do not depend on their
     neighbours.
     """
+    followers: list[RankMemory] = []
     if group is None:
         runner = load_runner(config)
     else:
         runner = load_runner(config, board=group.board, followers=group.followers)
-        group.wait_ready()
+        followers = group.wait_ready()
     self_test_s = runner.self_test()
     return runner, Sizes(
         num_blocks=len(runner.pool.packed),
@@ -133,6 +136,7 @@ def open_runner(
         num_landing_exact=plan.landing.num_exact,
         max_model_len=plan.max_model_len,
         self_test_s=self_test_s,
+        memory=(RankMemory.of(runner.weight_bytes, runner.pages.own), *followers),
     )
 
 

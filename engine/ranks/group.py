@@ -26,6 +26,7 @@ from common.errors import ConfigError, InternalError, TandemError, UnsupportedMo
 from common.model_config import ModelConfig
 from engine.config import EngineConfig
 from engine.padding import PANEL, padded
+from engine.rank_pages import RankPages
 from engine.ranks.board import Board, BoardSizes
 from engine.ranks.commands import pack, unpack
 from engine.ranks.followers import Followers, RankLost, received
@@ -61,6 +62,10 @@ class RankMemory:
 
     weights: int
     pages: int
+
+    @classmethod
+    def of(cls, weight_bytes: int, pages: RankPages) -> "RankMemory":
+        return cls(weights=weight_bytes, pages=pages.pool.num_bytes + pages.landing.num_bytes)
 
 
 @dataclass(slots=True)
