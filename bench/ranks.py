@@ -1,5 +1,5 @@
-"""What ranks cost and save on CPUs: steps of groups of several sizes, how much of them is waiting for
-other ranks, and what each rank holds.
+"""What ranks cost and save on CPUs: steps of groups of several sizes, how much of them is waiting
+for other ranks, and what each rank holds.
 
     .venv/bin/python -m bench.ranks --model DIR [--ranks 1 2 3] [--threads 1] [--json FILE]
 
@@ -18,11 +18,11 @@ from commands.demo_model import NAME
 from common.environment import home
 from common.model_config import ModelConfig
 from engine.config import EngineConfig
-from engine.cpu_weights import CpuShare
 from engine.load import load_runner
+from engine.model_share import ModelShare, cpu_share
 from engine.padding import PaddedSizes
 from engine.pool_size import PoolSize
-from engine.ranks.board import Board
+from engine.ranks.board import Board, Shared
 from engine.ranks.group import RankGroup, RankMemory, board_sizes, follower_program
 
 REPEATS = 5
@@ -74,9 +74,9 @@ def measure(model: Path, num_ranks: int, threads: int) -> tuple[list[Row], list[
         return [Row(1, what, s * 1e3, s * 1e3) for what, s in times.items()], held(config, memory)
     board = Board.create(board_sizes(config, config.load_model()), num_threads=threads)
     board.lose()
-    own = timed(Bench(load_runner(config, board=board)))
+    own = timed(Bench(load_runner(config, shared=Shared(board=board, store=Path("none")))))
     with RankGroup(config, follower_program("worker.follower")) as group:
-        runner = load_runner(config, board=group.board, followers=group.followers)
+        runner = load_runner(config, shared=group.shared, followers=group.followers)
         memory = [RankMemory.of(runner.weight_bytes, runner.pages.own), *group.wait_ready()]
         together = timed(Bench(runner))
     rows = [Row(num_ranks, what, s * 1e3, own[what] * 1e3) for what, s in together.items()]
@@ -91,7 +91,7 @@ def held(config: EngineConfig, memory: list[RankMemory]) -> list[Held]:
             config.num_ranks,
             rank,
             found.weights,
-            weight_bytes(model, CpuShare.of(model, config.shares(model)[rank])),
+            weight_bytes(model, cpu_share(model, config.shares(model)[rank])),
             found.pages,
             config.pool.num_bytes(config.rank_layout(model, rank)),
         )
@@ -99,12 +99,12 @@ def held(config: EngineConfig, memory: list[RankMemory]) -> list[Held]:
     ]
 
 
-def weight_bytes(model: ModelConfig, share: CpuShare) -> int:
+def weight_bytes(model: ModelConfig, share: ModelShare) -> int:
     """Of a model with neither biases nor norms of heads. The output head is kept as panels, beside
     the embedding, also where they are the same matrix; norms are fp32.
     """
     sizes = PaddedSizes.of(model)
-    assert not (model.attention_bias or model.output_bias or model.qk_norm)
+    assert not any((model.attention_bias, model.output_bias, model.qk_norm))
     q, kv = (len(heads) * sizes.head_dim for heads in (share.heads, share.kv_heads))
     attention = (q + 2 * kv) * sizes.hidden + sizes.hidden * q
     feed_forward = 3 * sizes.hidden * len(share.inter)
@@ -127,10 +127,9 @@ def main() -> None:
     memory = [one for _, part in found for one in part]
     print(f"{'ranks':>5}  {'step':18}{'ms':>9}{'own ms':>9}{'waiting':>9}")
     for row in rows:
-        print(
-            f"{row.ranks:>5}  {row.what:18}{row.step_ms:9.1f}{row.own_ms:9.1f}{row.waiting:9.1%}"
-        )
-    print(f"\n{'ranks':>5}{'rank':>5}{'weights MB':>12}{'expected':>10}{'pages MB':>10}{'expected':>10}")
+        print(f"{row.ranks:>5}  {row.what:18}{row.step_ms:9.1f}{row.own_ms:9.1f}{row.waiting:9.1%}")
+    columns = ("weights MB", "expected", "pages MB", "expected")
+    print(f"\n{'ranks':>5}{'rank':>5}" + "".join(f"{column:>11}" for column in columns))
     for one in memory:
         numbers = (one.weights, one.expected_weights, one.pages, one.expected_pages)
         print(f"{one.ranks:>5}{one.rank:>5}" + "".join(f"{n / 1e6:>11.2f}" for n in numbers))

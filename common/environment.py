@@ -6,6 +6,9 @@ import os
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+MAX_GPUS = 16
+"""Of one machine."""
+
 
 def home() -> Path:
     """Where Tandem keeps what it prepares: $TANDEM_HOME, or ~/.cache/tandem."""
@@ -19,6 +22,14 @@ def keys_of_environment() -> str:
 
 def available_cores() -> int:
     return len(os.sched_getaffinity(0))
+
+
+def visible_gpus() -> list[str]:
+    """What CUDA_VISIBLE_DEVICES would be for each GPU that this process sees; where it is not set,
+    for as many as a machine can have.
+    """
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return [str(number) for number in range(MAX_GPUS)] if named is None else named.split(",")
 
 
 def child_environment(threads: int) -> dict[str, str]:

@@ -67,6 +67,10 @@ def device_named(name: str) -> str:
     return name
 
 
+def num_gpus() -> int:
+    return int(torch.cuda.device_count())
+
+
 def gpu_arithmetic(dtype: str, config: ModelConfig) -> str:
     """What decides the bits of a worker with `--batch-invariant`, beside the model and its weights:
     the kind of this machine's GPU, and what it computes in.

@@ -5,59 +5,21 @@ used. Columns (outputs) of q, k, v, gate and up are dealt to ranks, and rows (in
 products behind them; so is the vocabulary.
 """
 
-from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from common.errors import ConfigError
 from common.model_config import ModelConfig
-from common.ranks import RankShare, deal, shares
-from engine.int8_weights import GROUP, int8_panels
+from engine.int8_weights import int8_panels
 from engine.kernels.cpu import forward as k
 from engine.kernels.cpu.matmul import I8_WEIGHTS
+from engine.model_share import ModelShare, alone, cpu_share, within
 from engine.padding import PANEL, PaddedSizes, norm_weight, pad_end, pad_heads
 from engine.weights import Checkpoint
 
 KINDS: Final = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CpuShare:
-    """What one rank has of a model, in padded sizes."""
-
-    rank: int
-    num_ranks: int
-    heads: range
-    kv_heads: range
-    inter: range
-    vocab: range
-
-    @classmethod
-    def of(cls, config: ModelConfig, heads: RankShare) -> "CpuShare":
-        """Whole groups of int8 weights where there are enough, so that they are those of one rank.
-        Raises ConfigError.
-        """
-        inter, vocab = PaddedSizes.of(config).inter, -(-config.vocab_size // PANEL)
-        unit = GROUP if inter // GROUP >= heads.num_ranks else PANEL
-        parts = -(-inter // unit)
-        if min(parts, vocab) < heads.num_ranks:
-            raise ConfigError(
-                f"--tensor-parallel {heads.num_ranks}: the model is too narrow for so many ranks",
-                param="tensor_parallel",
-            )
-        part = deal(parts, heads.num_ranks)[heads.rank]
-        panels = deal(vocab, heads.num_ranks)[heads.rank]
-        return cls(
-            rank=heads.rank,
-            num_ranks=heads.num_ranks,
-            heads=heads.heads,
-            kv_heads=heads.kv_heads,
-            inter=range(part.start * unit, min(part.stop * unit, inter)),
-            vocab=range(panels.start * PANEL, panels.stop * PANEL),
-        )
 
 
 class CpuWeights:
@@ -68,10 +30,10 @@ class CpuWeights:
         checkpoint: Checkpoint,
         config: ModelConfig,
         weight_dtype: str = "auto",
-        share: CpuShare | None = None,
+        share: ModelShare | None = None,
     ) -> None:
         """`share`: of one rank; None for a model that one has alone."""
-        self.share = share = share or CpuShare.of(config, alone(config))
+        self.share = share = share or cpu_share(config, alone(config))
         self._sizes = PaddedSizes.of(config)
         self._is_int8 = weight_dtype == "int8"
         self._checkpoint = checkpoint
@@ -84,7 +46,7 @@ class CpuWeights:
             [self._layer(f"model.layers.{i}.") for i in range(config.num_layers)], dtype=np.int64
         )
         shape = (config.vocab_size, config.hidden_size)
-        vocab = _within(share.vocab, config.vocab_size)
+        vocab = within(share.vocab, config.vocab_size)
         embedding = self._wide(checkpoint.read("model.embed_tokens.weight", shape, rows=vocab))
         head = checkpoint.output_head(config, vocab)
         self.embedding = self._keep(int8_panels(embedding) if self._is_int8 else embedding)
@@ -102,7 +64,7 @@ class CpuWeights:
     def _layer(self, prefix: str) -> k.Layer:
         config, attn, mlp = self._config, prefix + "self_attn.", prefix + "mlp."
         hidden, inter, sizes = config.hidden_size, config.intermediate_size, self._sizes
-        part, width = _within(self.share.inter, inter), len(self.share.inter)
+        part, width = within(self.share.inter, inter), len(self.share.inter)
         gate, up = (
             pad_end(self._wide(self._rows(f"{mlp}{name}.weight", (inter, hidden), part)), 0, width)
             for name in ("gate_proj", "up_proj")
@@ -189,15 +151,6 @@ class CpuWeights:
         tensor = tensor.contiguous()
         self.tensors.append(tensor)
         return tensor.data_ptr()
-
-
-def alone(config: ModelConfig) -> RankShare:
-    return shares(1, config.num_heads, config.num_kv_heads)[0]
-
-
-def _within(part: range, size: int) -> range:
-    """What is real of a part in padded sizes."""
-    return range(min(part.start, size), min(part.stop, size))
 
 
 def _common_dtype(checkpoint: Checkpoint) -> torch.dtype:

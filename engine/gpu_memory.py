@@ -23,8 +23,9 @@ from engine.config import StepLimits
 from engine.cuda_graphs import Capture, CudaCapture
 from engine.graphed_model import GraphedModel
 from engine.outputs import NO_PAGE
-from engine.pool_size import PoolShare, PoolSize, pool_within
+from engine.pool_size import PoolShare, PoolSize, pool_of, pool_within
 from engine.pools import PageArena
+from engine.ranks.collective import Alone, Collective
 from engine.sampler import SamplingRows, sample
 from engine.triton_model import TritonModel
 
@@ -98,8 +99,10 @@ def open_gpu(
     *,
     room: PoolSize | PoolShare,
     landing: PoolSize,
+    ranks: Collective | None = None,
 ) -> tuple[Backend, PageArena]:
-    """The model with its graphs, and its pool. `landing` is allocated later, by the caller.
+    """The model with its graphs, and its pool. `landing` is allocated later, by the caller. All
+    ranks get as many pages as the one that has least room.
 
     Raises ConfigError when the memory leaves too little for a pool.
     """
@@ -120,6 +123,8 @@ def open_gpu(
         del trial
         gpu.free_and_total()
         size = pool_size(use, room, layout)
+        num_packed = (ranks or Alone()).least(size.num_packed)
+        size = pool_of(num_packed, room.max_num_seqs)
         log.info(
             "GPU memory in MiB: %d of %d free at start, %d weights and graphs, %d the largest step,"
             " %d landing zone; KV pool of %d blocks",

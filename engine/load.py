@@ -15,10 +15,13 @@ from engine.backend import Backend, check_fp8, gpu_arithmetic, gpu_dtype
 from engine.config import EngineConfig
 from engine.grammar import GrammarTable
 from engine.kernels.offsets import Offsets
+from engine.model_share import cpu_share
 from engine.offsets import open_offsets
 from engine.pool_size import PoolSize
 from engine.pools import PageArena
 from engine.rank_pages import RankPages
+from engine.ranks.board import Shared
+from engine.ranks.collective import Alone, Collective, TorchCollective
 from engine.ranks.followers import ALONE, Followers
 from engine.ranks.rank import GroupBackend, Rank
 from engine.runner import ModelRunner
@@ -34,18 +37,18 @@ def load_runner(
     config: EngineConfig,
     *,
     weights: "CpuWeights | None" = None,
-    board: "Board | None" = None,
+    shared: Shared | None = None,
     followers: Followers = ALONE,
 ) -> ModelRunner:
     """`weights` are a CPU's that were loaded before, of the config's `weight_dtype`: several
-    runners may share them. Of several ranks this is rank 0, with their board and the others.
+    runners may share them. Of several ranks this is rank 0, with what they share and the others.
     """
     model = config.load_model()
     layout = config.layout(model)
     offsets, offsets_hash = open_offsets(
         config.model, model, layout, is_calibrated=config.is_calibrated
     )
-    rank = load_rank(config, model, offsets, 0, weights=weights, board=board)
+    rank = load_rank(config, model, offsets, 0, weights=weights, shared=shared)
     arithmetic = arithmetic_of(config, model)
     origin = Origin(
         fingerprint=layout.fingerprint(
@@ -58,9 +61,7 @@ def load_runner(
     is_alone = config.num_ranks == 1
     return ModelRunner(
         config=model,
-        backend=rank.backend
-        if is_alone
-        else GroupBackend(rank.backend, followers, config.block_size),
+        backend=rank.backend if is_alone else GroupBackend(rank, followers, config.block_size),
         pages=WorkerPages(rank.pages, origin, followers),
         grammars=GrammarTable(
             Path(config.model) / "tokenizer.json",
@@ -72,13 +73,13 @@ def load_runner(
     )
 
 
-def load_follower(config: EngineConfig, rank: int, board: "Board") -> Rank:
+def load_follower(config: EngineConfig, rank: int, shared: Shared) -> Rank:
     """A rank other than 0."""
     model = config.load_model()
     offsets, _ = open_offsets(
         config.model, model, config.layout(model), is_calibrated=config.is_calibrated
     )
-    return load_rank(config, model, offsets, rank, board=board)
+    return load_rank(config, model, offsets, rank, shared=shared)
 
 
 def load_rank(
@@ -88,19 +89,31 @@ def load_rank(
     rank: int,
     *,
     weights: "CpuWeights | None" = None,
-    board: "Board | None" = None,
+    shared: Shared | None = None,
 ) -> Rank:
     """Its part of the weights, and pages for its KV heads. `offsets` are those of all heads."""
     heads = config.shares(model)[rank].kv_heads
+    own = replace(offsets, means=offsets.means[:, :, heads.start : heads.stop].contiguous())
+    ranks: Collective = Alone()
     if config.device == "cuda":
-        backend, pool, weight_bytes = load_gpu(config, model, offsets)
+        if shared is not None:
+            ranks = TorchCollective.join(
+                shared.store, rank, config.num_ranks, torch.device("cuda", 0),
+                is_ordered=config.batch_invariant,
+            )  # fmt: skip
+        backend, pool, weight_bytes = load_gpu(config, model, own, ranks)
     else:
-        own = replace(offsets, means=offsets.means[:, :, heads.start : heads.stop].contiguous())
+        board = None if shared is None else shared.board
         backend, pool, weight_bytes = load_cpu(config, model, own, rank, weights, board)
     landing = PageArena(
         pool.layout, config.landing.num_packed, config.landing.num_exact, config.device
     )
-    return Rank(backend=backend, pages=RankPages(pool, landing, heads), weight_bytes=weight_bytes)
+    return Rank(
+        backend=backend,
+        pages=RankPages(pool, landing, heads),
+        weight_bytes=weight_bytes,
+        ranks=ranks,
+    )
 
 
 def arithmetic_of(config: EngineConfig, model: ModelConfig) -> str:
@@ -121,7 +134,7 @@ def load_cpu(
     board: "Board | None",
 ) -> tuple[Backend, PageArena, int]:
     from engine.cpu_model import CpuModel  # compiles the kernels
-    from engine.cpu_weights import CpuShare, CpuWeights
+    from engine.cpu_weights import CpuWeights
 
     assert isinstance(config.pool, PoolSize)
     if config.dtype not in ("auto", "float32"):
@@ -131,7 +144,7 @@ def load_cpu(
     layout = config.rank_layout(model, rank)
     pool = PageArena(layout, config.pool.num_packed, config.pool.num_exact)
     if weights is None:
-        share = CpuShare.of(model, config.shares(model)[rank])
+        share = cpu_share(model, config.shares(model)[rank])
         weights = CpuWeights(Checkpoint.open(config.model), model, config.weight_dtype, share)
     backend = CpuModel(
         model,
@@ -146,14 +159,9 @@ def load_cpu(
 
 
 def load_gpu(
-    config: EngineConfig, model: ModelConfig, offsets: Offsets
+    config: EngineConfig, model: ModelConfig, offsets: Offsets, ranks: Collective
 ) -> tuple[Backend, PageArena, int]:
     """See `engine.gpu_memory.open_gpu`."""
-    if config.num_ranks > 1:
-        raise ConfigError(
-            "--tensor-parallel is there on CPUs only; on GPUs start one worker for each",
-            param="tensor_parallel",
-        )
     from engine.gpu_memory import CudaGpu, open_gpu  # there is no Triton beside CPUs
     from engine.triton_model import TritonModel
 
@@ -167,19 +175,25 @@ def load_gpu(
         is_nvidia = torch.version.hip is None
         check_fp8(compute_dtype, torch.cuda.get_device_capability() if is_nvidia else None)
     checkpoint = Checkpoint.open(config.model)
+    weight_bytes = 0
 
     def make_model(pool: PageArena) -> TritonModel:
-        return TritonModel(
+        nonlocal weight_bytes
+        before = torch.cuda.memory_allocated()
+        made = TritonModel(
             model, checkpoint, pool, offsets, compute_dtype, config.weight_dtype,
-            is_batch_invariant=config.batch_invariant,
+            is_batch_invariant=config.batch_invariant, ranks=ranks,
         )  # fmt: skip
+        weight_bytes = torch.cuda.memory_allocated() - before
+        return made
 
     backend, pool = open_gpu(
         CudaGpu(),
         make_model,
-        config.layout(model),
+        config.rank_layout(model, ranks.rank),
         config.limits(model),
         room=config.pool,
         landing=config.landing,
+        ranks=ranks,
     )
-    return backend, pool, 0
+    return backend, pool, weight_bytes

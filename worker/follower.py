@@ -16,7 +16,7 @@ from multiprocessing.connection import Connection
 
 from common.errors import TandemError
 from engine.load import load_follower
-from engine.ranks.board import Board
+from engine.ranks.board import Board, Shared
 from engine.ranks.group import RankMemory, RankStart, failure, readiness
 from engine.ranks.rank import follow
 
@@ -40,7 +40,7 @@ def main(arguments: list[str]) -> int:
     board = Board(start.sizes, board_number)
     transfers = socket.socket(fileno=transfers_number)
     try:
-        rank = load_follower(start.config, start.rank, board)
+        rank = load_follower(start.config, start.rank, Shared(board=board, store=start.store))
     except Exception as error:
         connection.send_bytes(failure(error))
         if not isinstance(error, TandemError):

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from common.errors import ConfigError
 from common.model_config import ModelConfig
-from engine.backend import device_named
+from engine.backend import device_named, num_gpus
 from engine.config import EngineConfig
 from engine.load import load_runner
 from engine.pool_size import NO_PAGES, PoolShare, PoolSize, landing_of, pool_of
@@ -57,6 +57,11 @@ def plan_memory(config: WorkerConfig, model: ModelConfig) -> MemoryPlan:
     device = device_named(config.device)
     if device == "cpu" and config.gpu_memory_utilization is not None:
         raise ConfigError("--gpu-memory-utilization needs a GPU; size the pool with --kv-blocks")
+    if device == "cuda" and config.tensor_parallel > num_gpus():
+        raise ConfigError(
+            f"--tensor-parallel {config.tensor_parallel} needs a GPU for each rank; this process "
+            f"sees {num_gpus()}"
+        )
     if config.max_model_len is not None and config.max_model_len > model.max_position_embeddings:
         raise ConfigError(
             f"--max-model-len is {config.max_model_len}, the model has "
@@ -126,7 +131,7 @@ def open_runner(
     if group is None:
         runner = load_runner(config)
     else:
-        runner = load_runner(config, board=group.board, followers=group.followers)
+        runner = load_runner(config, shared=group.shared, followers=group.followers)
         followers = group.wait_ready()
     self_test_s = runner.self_test()
     return runner, Sizes(

@@ -10,6 +10,7 @@ Pages of it that nobody touches take no memory.
 import mmap
 import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Self
 
 import numpy as np
@@ -51,6 +52,8 @@ class BoardSizes:
 
 
 class Board:
+    """`lose` also stands for ranks on GPUs, which use nothing else of it."""
+
     def __init__(self, sizes: BoardSizes, descriptor: int) -> None:
         """Takes the descriptor over."""
         self.sizes = sizes
@@ -89,3 +92,12 @@ class Board:
         count = rows * columns
         array = np.frombuffer(self._memory, dtype=np.float32, count=count, offset=place)
         return array.reshape(rows, columns)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shared:
+    """What all ranks of one worker see."""
+
+    board: Board
+    store: Path
+    """A file by which ranks on GPUs find each other."""

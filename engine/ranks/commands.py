@@ -29,15 +29,31 @@ class Forward:
     runs: Integers
     tables: NDArray[np.int32]
     num_layers: int | None
+    unread_rows: Integers
+    unread_places: Integers
+    num_latest: int
+    """Tokens of the step before, which rank 0 sends from its device; 0: they are not needed."""
 
     @classmethod
-    def of(cls, batch: StepBatch, num_layers: int | None, block_size: int) -> "Forward":
+    def of(
+        cls, batch: StepBatch, num_layers: int | None, num_latest: int, block_size: int
+    ) -> "Forward":
         """With no more of the block tables than the step reads."""
         runs = batch.runs.copy()
         used, runs[:, 3] = np.unique(runs[:, 3], return_inverse=True)
         last_blocks = (runs[:, 2] + runs[:, 1] - 1) // block_size
         tables = np.ascontiguousarray(batch.tables[used, : int(last_blocks.max()) + 1])
-        return cls(batch.token_ids, batch.positions, batch.items, runs, tables, num_layers)
+        return cls(
+            batch.token_ids,
+            batch.positions,
+            batch.items,
+            runs,
+            tables,
+            num_layers,
+            batch.unread_rows,
+            batch.unread_places,
+            num_latest,
+        )
 
     @property
     def batch(self) -> StepBatch:
@@ -49,6 +65,8 @@ class Forward:
             tables=self.tables,
             wanted=np.zeros(0, dtype=np.int64),
             num_sampled=0,
+            unread_rows=self.unread_rows,
+            unread_places=self.unread_places,
         )
 
 

@@ -1,7 +1,7 @@
 """The followers of a worker: child processes that rank 0 starts, tells what to do, and dies with.
 
     with RankGroup(config, program) as group:      # they load while rank 0 loads
-        runner = load_runner(config, board=group.board, followers=group.followers)
+        runner = load_runner(config, shared=group.shared, followers=group.followers)
         group.wait_ready()
         group.watch(on_lost)
 
@@ -14,20 +14,22 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from common.environment import child_environment
+from common.environment import child_environment, visible_gpus
 from common.errors import ConfigError, InternalError, TandemError, UnsupportedModel
 from common.model_config import ModelConfig
 from engine.config import EngineConfig
 from engine.padding import PANEL, padded
 from engine.rank_pages import RankPages
-from engine.ranks.board import Board, BoardSizes
+from engine.ranks.board import Board, BoardSizes, Shared
 from engine.ranks.commands import pack, unpack
 from engine.ranks.followers import Followers, RankLost, received
 from engine.self_test import LONG
@@ -46,14 +48,16 @@ class RankStart:
     rank: int
     config: EngineConfig
     sizes: BoardSizes
+    store: Path
 
     def pack(self) -> bytes:
-        return pack([self.rank, self.config.fields(), asdict(self.sizes)])
+        return pack([self.rank, self.config.fields(), asdict(self.sizes), str(self.store)])
 
     @classmethod
     def unpack(cls, data: bytes) -> "RankStart":
-        rank, fields, sizes = unpack(data)
-        return cls(rank=rank, config=EngineConfig.of_fields(fields), sizes=BoardSizes(**sizes))
+        rank, fields, sizes, store = unpack(data)
+        config = EngineConfig.of_fields(fields)
+        return cls(rank=rank, config=config, sizes=BoardSizes(**sizes), store=Path(store))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +88,9 @@ class RankGroup:
         config.shares(model)  # refused before anything is started
         self._config = config
         self._program = tuple(program)
+        self._folder = tempfile.TemporaryDirectory(prefix="tandem-ranks-")
         self.board = Board.create(board_sizes(config, model), num_threads=config.num_threads)
+        self.shared = Shared(board=self.board, store=Path(self._folder.name) / "store")
         self._members: list[_Follower] = []
         self._is_closing = False
         self._on_lost: Callable[[str], None] | None = None
@@ -113,6 +119,7 @@ class RankGroup:
             except subprocess.TimeoutExpired:
                 member.process.kill()
                 member.process.wait()
+        self._folder.cleanup()
 
     @property
     def followers(self) -> Followers:
@@ -151,11 +158,20 @@ class RankGroup:
                 [*self._program, *map(str, descriptors), str(os.getpid())],
                 pass_fds=descriptors,
                 stdin=subprocess.DEVNULL,
-                env=child_environment(self._config.num_threads),
+                env=self._environment(rank),
             )
-        start = RankStart(rank=rank, config=self._config, sizes=self.board.sizes)
+        start = RankStart(
+            rank=rank, config=self._config, sizes=self.board.sizes, store=self.shared.store
+        )
         ours.send_bytes(start.pack())
         return _Follower(process, ours, transfers)
+
+    def _environment(self, rank: int) -> dict[str, str]:
+        """On GPUs every rank sees one device; rank 0 takes the first of its own."""
+        environment = child_environment(self._config.num_threads)
+        if self._config.device == "cuda":
+            environment["CUDA_VISIBLE_DEVICES"] = visible_gpus()[rank]
+        return environment
 
     def _report(self, rank: int, member: _Follower) -> RankMemory:
         try:

@@ -5,12 +5,14 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.backend import Backend
 from engine.batch import StepBatch
 from engine.rank_pages import RankPages
+from engine.ranks.collective import Collective
 from engine.ranks.commands import (
     Clear,
     Command,
@@ -32,13 +34,20 @@ class Rank:
     backend: Backend
     pages: RankPages
     weight_bytes: int
+    ranks: Collective
+    """On GPUs; on CPUs there is nothing to be done together but the steps."""
 
     def do(self, command: Command) -> Any:
         """The answer, where one is waited for."""
         backend, pages = self.backend, self.pages
         match command:
-            case Forward():
-                backend.forward(command.batch, command.num_layers)
+            case Forward(num_latest=num_latest):
+                latest = None
+                if num_latest:
+                    device = pages.pool.packed.device
+                    latest = torch.empty(num_latest, dtype=torch.int64, device=device)
+                    latest = self.ranks.of_first(latest)
+                backend.forward(command.batch, command.num_layers, latest)
             case Logits(wanted):
                 backend.logits(wanted)
             case Clear(kind, numbers):
@@ -72,8 +81,9 @@ def follow(connection: "Connection", rank: Rank) -> None:
 class GroupBackend:
     """The backend of all ranks, as rank 0 sees it."""
 
-    def __init__(self, own: Backend, followers: Followers, block_size: int) -> None:
-        self._own = own
+    def __init__(self, rank: Rank, followers: Followers, block_size: int) -> None:
+        self._own = rank.backend
+        self._ranks = rank.ranks
         self._followers = followers
         self._block_size = block_size
 
@@ -84,7 +94,10 @@ class GroupBackend:
     def forward(
         self, batch: StepBatch, num_layers: int | None = None, latest: Tensor | None = None
     ) -> None:
-        self._followers.tell(Forward.of(batch, num_layers, self._block_size))
+        num_latest = 0 if latest is None or not len(batch.unread_rows) else len(latest)
+        self._followers.tell(Forward.of(batch, num_layers, num_latest, self._block_size))
+        if num_latest and latest is not None:
+            latest = self._ranks.of_first(latest)
         self._own.forward(batch, num_layers, latest)
         self._followers.check()
 

@@ -18,6 +18,7 @@ from engine.kernels.cpu.int8_weights import GROUP
 from engine.load import load_gpu
 from engine.offsets import open_offsets
 from engine.pool_size import NO_PAGES
+from engine.ranks.collective import Alone
 from tests.engine.conftest import MakeRunner, make_runner
 from tests.engine.driver import Driver
 from tests.engine.test_same_bits import Outcome, in_batch, prompt_of
@@ -138,4 +139,4 @@ def test_int8_is_refused_on_a_gpu(tiny: TinyModel, tiny_runner: MakeRunner) -> N
     offsets, _ = open_offsets(tiny.path, runner.config, runner.layout)
     config = EngineConfig(model=tiny.path, weight_dtype="int8", device="cuda", pool=NO_PAGES)
     with pytest.raises(ConfigError, match="int8 is for CPUs; on a GPU choose fp8"):
-        load_gpu(config, runner.config, offsets)
+        load_gpu(config, runner.config, offsets, Alone())

@@ -37,6 +37,7 @@ def config_of(path: Path, num_ranks: int, **settings: Any) -> EngineConfig:
     given: dict[str, Any] = {
         "pool": PoolSize(num_packed=512, num_exact=128),
         "landing": PoolSize(num_packed=16, num_exact=4),
+        "max_num_tokens": 4200,  # the driver's steps
     }
     return EngineConfig(model=path, num_ranks=num_ranks, **(given | settings))
 
@@ -47,7 +48,7 @@ def group_of(
 ) -> Iterator[tuple[RankGroup, ModelRunner]]:
     config = config_of(path, num_ranks, **settings)
     with RankGroup(config, PROGRAM) as group:
-        runner = load_runner(config, board=group.board, followers=group.followers)
+        runner = load_runner(config, shared=group.shared, followers=group.followers)
         group.wait_ready()
         yield group, runner
 
@@ -272,11 +273,13 @@ def test_pages_of_ranks_are_parts_of_the_page(tmp_path: Path, codec: str) -> Non
 def test_commands_travel_as_they_are() -> None:
     numbers = np.arange(12, dtype=np.int64).reshape(2, 6)
     tokens = np.array([3, 1], dtype=np.int32)
-    sent = Forward(tokens, tokens, numbers, numbers, tokens.reshape(1, 2), None)
+    sent = Forward(
+        tokens, tokens, numbers, numbers, tokens.reshape(1, 2), None, numbers[0], numbers[1], 7
+    )
     found = unpack_command(pack_command(sent))
     assert isinstance(found, Forward)
     assert found.num_layers is None
-    for name in ("token_ids", "positions", "items", "runs", "tables"):
+    for name in ("token_ids", "positions", "items", "runs", "tables", "unread_rows"):
         value, other = getattr(found, name), getattr(sent, name)
         assert value.dtype == other.dtype
         assert np.array_equal(value, other)
