@@ -63,7 +63,7 @@ def text() -> Any:
 
 def tensor_parallel() -> Any:
     return option(
-        "processes (ranks) of one worker, each with a part of every layer; CPUs only as yet",
+        "processes (ranks) of one worker, each with a part of every layer; a GPU for each",
         default=1,
         metavar="N",
     )
