@@ -9,6 +9,7 @@ logits and the checksums of the pages to OUT.
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -66,4 +67,5 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     name, number, count, place, which, order, out = sys.argv[1:]
     driver = main(name, int(number), int(count), Path(place), which, order == "ordered")
-    np.savez(out, **{key: np.stack(rows) for key, rows in driver.logits.items()})
+    arrays: dict[str, Any] = {key: np.stack(rows) for key, rows in driver.logits.items()}
+    np.savez(out, **arrays)
