@@ -98,15 +98,16 @@ async def serve(device: str, profile: Profile) -> None:
     nothing = PageArena(profile.layout, 0, 0, device)
     transport = NixlTransport("bench-source", source_pool(profile, device), nothing)
     await transport.open()
-    address = transport.describe()
+    [pool_address] = transport.describe()
     reply = LinkReply(
         incarnation="bench-source",
         numeric_incarnation=1,
         layout="",
         layout_fingerprint=b"",
-        agent_name=address.agent_name,
-        agent_metadata=address.agent_metadata,
-        pages=address.pages,
+        agent_name=pool_address.agent_name,
+        agent_metadata=pool_address.agent_metadata,
+        pages=pool_address.pages,
+        ranks=(pool_address,),
     )
     print(encode(reply).hex(), flush=True)
     await asyncio.to_thread(sys.stdin.buffer.read)

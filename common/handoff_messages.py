@@ -9,6 +9,8 @@ KV pages never travel here: pages are named here and moved by NIXL.
 """
 
 from dataclasses import dataclass
+from enum import StrEnum
+from typing import Final
 
 from common.messages import PROTOCOL_VERSION, GenerateRequest
 from common.types import PromptLogprobs, TokenLogprobs
@@ -85,6 +87,33 @@ class PagesTaken:
 
 # --- Link --------------------------------------------------------------------------------------
 
+RANKS_PROTOCOL: Final = 2
+"""Of a LinkReply whose pages are in several ranks' pools: who does not know of ranks refuses it."""
+
+
+class Memory(StrEnum):
+    """Where a pool lies, in NIXL's words."""
+
+    HOST = "DRAM"
+    DEVICE = "VRAM"
+
+
+@wire_message
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolAddress:
+    """How the pool of one rank is reached.
+
+    `pages` are (base address, page bytes, number of pages) of the packed and of the exact pages.
+    `heads` are the KV heads whose records a page has there, in the order in which they lie in it.
+    """
+
+    agent_name: str
+    agent_metadata: bytes
+    pages: tuple[tuple[int, int, int], ...]
+    heads: tuple[int, ...]
+    memory: Memory = Memory.HOST
+    device: int = 0
+
 
 @wire_message
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,10 +127,11 @@ class LinkRequest:
 @wire_message
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkReply:
-    """Who the sender of pages is and how its pool is reached.
+    """Who the sender of pages is and how its pools are reached.
 
-    `pages` describes the pool for the transport: (base address, page bytes, number of pages) of the
-    packed and of the exact pages. `numeric_incarnation` is the value its pages' tags carry.
+    `numeric_incarnation` is the value its pages' tags carry. `ranks` has the pool of each rank;
+    `agent_name`, `agent_metadata` and `pages` repeat that of a rank that is alone, for workers that
+    do not know of ranks.
     """
 
     incarnation: str
@@ -115,3 +145,4 @@ class LinkReply:
     """The sender says `Working` on every hand-off that asks for it, if this is not 0."""
     protocol: int = PROTOCOL_VERSION
     shares_parameters: bool = False
+    ranks: tuple[PoolAddress, ...] = ()

@@ -71,6 +71,11 @@ def ownership(of: Sequence[RankShare]) -> Ownership:
     return tuple(tuple(share.kv_heads) for share in of)
 
 
+def alone(num_kv_heads: int) -> Ownership:
+    """Of the one rank that has all heads."""
+    return (tuple(range(num_kv_heads)),)
+
+
 def sources_of(mine: Ownership, theirs: Ownership, reader: int) -> Mapping[int, int]:
     """From which of their ranks rank `reader` reads each head that it holds.
 

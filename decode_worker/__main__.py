@@ -6,6 +6,7 @@ import logging
 
 from common.internal_tls import InternalTls
 from common.pages import PageKind
+from common.ranks import alone
 from common.rpc import connect
 from common.scheduling.block_hash import HashRoots
 from decode_worker.core import DecodeCore
@@ -64,7 +65,7 @@ async def _open_wire(parts: Parts) -> Wire:
         parts.identity.incarnation,
         parts.runner.pool,
         parts.runner.landing,
-        parts.runner.layout.num_kv_heads,
+        alone(parts.runner.layout.num_kv_heads),
     )
     await transport.open()
     zone = LandingZone(

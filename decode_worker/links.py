@@ -12,7 +12,7 @@ import anyio
 
 from common.clock import Clock
 from common.errors import LayoutMismatch, MalformedMessage, PrefillLost, TandemError, WorkerLost
-from common.handoff_messages import LinkReply, LinkRequest
+from common.handoff_messages import RANKS_PROTOCOL, LinkReply, LinkRequest
 from common.messages import PROTOCOL_VERSION
 from common.pages import OFFSETS_FILE, PageKind
 from common.rpc import Connect, Peer
@@ -174,13 +174,15 @@ class Links:
             reply = await stream.receive()
         finally:
             stream.cancel()
-        if not isinstance(reply, LinkReply) or reply.protocol != PROTOCOL_VERSION:
+        protocols = (PROTOCOL_VERSION, RANKS_PROTOCOL)
+        if not isinstance(reply, LinkReply) or reply.protocol not in protocols:
             raise MalformedMessage(f"{address} does not speak protocol {PROTOCOL_VERSION}")
         return reply
 
     async def _self_test(self, link: Link, reply: LinkReply) -> None:
         """Reads some pages and measures: a route is used only over a link that moves bytes."""
-        num_pages = min(SELF_TEST_PAGES, reply.pages[0][2] if reply.pages else 0)
+        num_packed = min((pool.pages[0][2] for pool in reply.ranks if pool.pages), default=0)
+        num_pages = min(SELF_TEST_PAGES, num_packed)
         slots = [
             slot for _ in range(num_pages) if (slot := self._zone.take(PageKind.PACKED)) is not None
         ]

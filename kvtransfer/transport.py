@@ -1,36 +1,37 @@
 """The seam to whatever moves pages: NIXL between processes, plain copies inside one.
 
-A transport owns a pool that others may read (`describe` says how) and a landing zone that its own
-reads write to. It never writes into anybody's pool. Implementations: `nixl_transport.py`, and for
-tests tests/fakes/memory_transport.py; both pass tests/kvtransfer/test_transport_contract.py.
+A transport is one rank's: it owns a pool that others may read (`describe` says how) and a landing
+zone that its own reads write to. It never writes into anybody's pool. Blocks and landing slots have
+the same numbers in all ranks of a worker, whose records lie in the pages of several; what a rank
+reads of a page are the records of the heads that it holds. Implementations: `nixl_transport.py`,
+`group.py` (the transports of all ranks as one), and for tests tests/fakes/memory_transport.py; all
+pass tests/kvtransfer/test_transport_contract.py.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from enum import Enum, auto
+from enum import IntEnum
 from typing import Protocol
 
-from common.handoff_messages import LinkReply
+from common.handoff_messages import LinkReply, PoolAddress
 from common.pages import PageKind
 from common.types import BlockId
 from kvtransfer.landing import Slot
 
 
-class ReadEnd(Enum):
-    DONE = auto()
-    DISCONNECTED = auto()
+class ReadEnd(IntEnum):
+    """The worst last."""
+
+    DONE = 0
+    DISCONNECTED = 1
     """The source is gone; nothing will be written any more."""
-    UNKNOWN = auto()
+    UNKNOWN = 2
     """It failed in a way that does not tell whether something may still be written."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PoolAddress:
-    """What a `LinkReply` carries about the pool: see there."""
-
-    agent_name: str
-    agent_metadata: bytes
-    pages: tuple[tuple[int, int, int], ...]
+def worst(ends: Iterable[ReadEnd]) -> ReadEnd:
+    """How a read ended whose parts ended so."""
+    return max(ends, default=ReadEnd.DONE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +55,13 @@ class Read(Protocol):
 
 
 class Transport(Protocol):
-    def describe(self) -> PoolAddress: ...
+    async def open(self) -> None:
+        """Before anything else. Raises ConfigError where the machine does not allow it."""
+        ...
+
+    def describe(self) -> tuple[PoolAddress, ...]:
+        """The pools of all ranks that it speaks for."""
+        ...
 
     async def link(self, source: LinkReply) -> None:
         """Makes reads from that incarnation possible. A repeat is a no-op. Raises PullFailed."""

@@ -1,5 +1,6 @@
 """A prefill worker's wiring."""
 
+from common.ranks import alone
 from common.scheduling.block_hash import HashRoots
 from kvtransfer.nixl_transport import NixlTransport
 from prefill_worker.core import PrefillCore
@@ -17,7 +18,7 @@ async def assemble(parts: Parts) -> Assembly:
         parts.identity.incarnation,
         parts.runner.pool,
         parts.runner.landing,
-        parts.runner.layout.num_kv_heads,
+        alone(parts.runner.layout.num_kv_heads),
     )
     await transport.open()
     core = PrefillCore(

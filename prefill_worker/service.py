@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.errors import Draining, MalformedMessage, PrefillLost, TandemError
-from common.handoff_messages import HandoffRequest, LinkReply, LinkRequest, Working
+from common.handoff_messages import HandoffRequest, LinkRequest, Working
 from common.messages import PROTOCOL_VERSION
 from common.request_checks import checked_tokens
 from common.rpc import Handler, Stream
@@ -28,10 +28,11 @@ from common.shared_params import joined
 from common.types import OutputKey
 from kvtransfer.transport import Transport
 from prefill_worker.core import Action, EndStream, NoteChunk, NoteFirstTokens, PrefillCore, Send
+from prefill_worker.link_reply import link_reply
 from prefill_worker.wanted_params import WantedParams
 from worker.context import WorkerContext
 from worker.self_check import SelfCheck
-from worker.watch import HEARTBEAT_S, WatchService
+from worker.watch import WatchService
 
 log = logging.getLogger(__name__)
 
@@ -286,17 +287,4 @@ class PrefillService:
             raise MalformedMessage(
                 f"a Link stream starts with a LinkRequest of protocol {PROTOCOL_VERSION}"
             )
-        address = self._transport.describe()
-        await stream.send(
-            LinkReply(
-                incarnation=self._identity.incarnation,
-                numeric_incarnation=self._identity.numeric_incarnation,
-                layout=self._identity.layout,
-                layout_fingerprint=self._identity.layout_fingerprint,
-                agent_name=address.agent_name,
-                agent_metadata=address.agent_metadata,
-                pages=address.pages,
-                shares_parameters=True,
-                heartbeat_s=HEARTBEAT_S,
-            )
-        )
+        await stream.send(link_reply(self._identity, self._transport.describe()))

@@ -61,11 +61,11 @@ ROUTER_MAY_IMPORT = {
 
 
 LIVES_IN = {
-    "torch": ("engine/", "kvtransfer/nixl_transport.py"),
+    "torch": ("engine/", "kvtransfer/nixl_agent.py"),
     "triton": ("engine/kernels/",),
-    "nixl": ("kvtransfer/nixl_transport.py",),
-    "nixl_cu12": ("kvtransfer/nixl_transport.py",),
-    "nixl_cu13": ("kvtransfer/nixl_transport.py",),
+    "nixl": ("kvtransfer/nixl_agent.py",),
+    "nixl_cu12": ("kvtransfer/nixl_agent.py",),
+    "nixl_cu13": ("kvtransfer/nixl_agent.py",),
     "transformers": (),
     "pickle": (),
 }

@@ -33,6 +33,7 @@ from common.messages import (
     pack_tokens,
 )
 from common.pages import TAG_BYTES, PageKind, PageTag, checksum
+from common.ranks import alone
 from common.rpc import Stream
 from common.scheduling.block_hash import HashRoots
 from common.scheduling.kv_cache import KvCache
@@ -257,7 +258,7 @@ class Fleet:
             runner, s.get("step_s", STEP_S), s.get("step_times"), s.get("logits_share", 0.1)
         )
         transport = MemoryTransport(
-            self.fabric, incarnation, runner.pool, runner.landing, _num_heads(runner)
+            self.fabric, incarnation, runner.pool, runner.landing, alone(_num_heads(runner))
         )
         watchdog = Watchdog(LoopClock().now())
         parts = {

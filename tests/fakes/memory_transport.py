@@ -1,9 +1,9 @@
 """Pages copied inside one process, with faults that a test can program.
 
-`MemoryFabric` stands for the network: transports register their pools with it. Copies happen when
-the event loop runs the read, or when the test lets them: `hold` stops reads of a source (a frozen
-peer) until `resume`, `kill` ends them as disconnected, `alter` changes the next pages that are
-read. Used by tests.
+`MemoryFabric` stands for the network: transports register their pools with it, one for each rank.
+Copies happen when the event loop runs the read, or when the test lets them: `hold` stops reads of a
+source (a frozen peer) until `resume`, `kill` ends them as disconnected, `alter` changes the next
+pages that are read. Used by tests.
 """
 
 import asyncio
@@ -13,10 +13,13 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from common.errors import PullFailed
-from common.handoff_messages import LinkReply
+from common.errors import LayoutMismatch, PullFailed
+from common.handoff_messages import LinkReply, PoolAddress
 from common.pages import PageKind
-from kvtransfer.transport import PageRead, PoolAddress, ReadEnd
+from common.ranks import Ownership
+from kvtransfer.descriptors import Cut, Region
+from kvtransfer.rank_reads import PartRead, PlannedReads, plan_reads
+from kvtransfer.transport import PageRead, ReadEnd
 
 Alter = Callable[[Any], None]
 """Changes a page, given as a row of bytes, where it has landed."""
@@ -24,7 +27,8 @@ Alter = Callable[[Any], None]
 
 @dataclasses.dataclass(slots=True)
 class _Member:
-    pool: Any
+    pools: dict[int, Any] = dataclasses.field(default_factory=dict)
+    """By rank."""
     is_alive: bool = True
     may_read: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
 
@@ -38,10 +42,10 @@ class MemoryFabric:
         self.num_pages = 0
         self.num_bytes = 0
 
-    def join(self, incarnation: str, pool: Any) -> None:
-        member = _Member(pool)
+    def join(self, incarnation: str, pool: Any, rank: int = 0) -> None:
+        member = self._members.setdefault(incarnation, _Member())
         member.may_read.set()
-        self._members[incarnation] = member
+        member.pools[rank] = pool
 
     def member(self, incarnation: str) -> _Member | None:
         return self._members.get(incarnation)
@@ -74,55 +78,79 @@ class MemoryRead:
 
 
 class MemoryTransport:
-    """`pool` and `landing` have tensors `packed` and `exact` of pages as rows, each of so many
-    records.
+    """`pool` and `landing` have tensors `packed` and `exact` of pages as rows, each of a record for
+    each head that rank `rank` of a worker holds whose ranks hold `held`.
     """
 
     def __init__(
-        self, fabric: MemoryFabric, incarnation: str, pool: Any, landing: Any, num_heads: int = 1
+        self,
+        fabric: MemoryFabric,
+        incarnation: str,
+        pool: Any,
+        landing: Any,
+        held: Ownership = ((0,),),
+        rank: int = 0,
     ) -> None:
-        self._num_heads = num_heads
+        self._held = held
+        self._rank = rank
         self._fabric = fabric
         self._incarnation = incarnation
+        self._pool = pool
         self._landing = landing
-        self._linked: set[str] = set()
+        self._linked: dict[str, PlannedReads] = {}
         self._tasks: set[asyncio.Task[ReadEnd]] = set()
-        fabric.join(incarnation, pool)
+        fabric.join(incarnation, pool, rank)
 
-    def describe(self) -> PoolAddress:
-        return PoolAddress(agent_name=self._incarnation, agent_metadata=b"", pages=())
+    async def open(self) -> None:
+        pass
+
+    def describe(self) -> tuple[PoolAddress, ...]:
+        return (
+            PoolAddress(
+                agent_name=self._incarnation,
+                agent_metadata=b"",
+                pages=_sizes_of(self._pool),
+                heads=self._held[self._rank],
+            ),
+        )
 
     async def link(self, source: LinkReply) -> None:
         if self._fabric.member(source.incarnation) is None:
             raise PullFailed(f"{source.incarnation} is not in this process")
-        self._linked.add(source.incarnation)
+        landing = _sizes_of(self._landing)
+        try:
+            planned = plan_reads(self._held, self._rank, source.ranks, landing)
+        except LayoutMismatch as error:
+            raise PullFailed(f"cannot link to {source.incarnation}: {error.message}") from error
+        self._linked[source.incarnation] = planned
 
     def unlink(self, incarnation: str) -> None:
-        self._linked.discard(incarnation)
+        self._linked.pop(incarnation, None)
 
     def read(self, incarnation: str, pages: Sequence[PageRead]) -> MemoryRead:
         member = self._fabric.member(incarnation)
-        if incarnation not in self._linked or member is None or not member.is_alive:
+        planned = self._linked.get(incarnation)
+        if planned is None or member is None or not member.is_alive:
             raise PullFailed(f"{incarnation} is not linked")
-        task = asyncio.ensure_future(self._copy(member, tuple(pages)))
+        task = asyncio.ensure_future(self._copy(member, planned.of(pages), tuple(pages)))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return MemoryRead(task)
 
-    async def _copy(self, member: _Member, pages: tuple[PageRead, ...]) -> ReadEnd:
+    async def _copy(
+        self, member: _Member, parts: list[PartRead], pages: tuple[PageRead, ...]
+    ) -> ReadEnd:
         await member.may_read.wait()
         if not member.is_alive:
             return ReadEnd.DISCONNECTED
+        for part in parts:
+            for source, target in zip(part.remote, part.local, strict=True):
+                row = _row(member.pools[part.rank], part.there, source)
+                _row(self._landing, part.here, target)[:] = row
+                self._fabric.num_bytes += len(row)
         for page in pages:
             self._fabric.num_pages += 1
-            source = _rows(member.pool, page.kind)[page.block_id]
-            target = _rows(self._landing, page.kind)[page.slot[1]]
-            heads = page.heads or range(self._num_heads)
-            records, places = (row.reshape(self._num_heads, -1) for row in (source, target))
-            for head in heads:
-                self._fabric.num_bytes += records.shape[1]
-                places[head] = records[head]
-            self._fabric.arrived(target)
+            self._fabric.arrived(_rows(self._landing, page.slot[0])[page.slot[1]])
         return ReadEnd.DONE
 
     async def close(self) -> None:
@@ -135,3 +163,15 @@ class MemoryTransport:
 
 def _rows(arena: Any, kind: PageKind) -> Any:
     return arena.packed if kind is PageKind.PACKED else arena.exact
+
+
+def _row(arena: Any, cut: Cut, number: int) -> Any:
+    """Row `number` of an arena whose pages are cut so."""
+    page, index = divmod(number, len(cut.places))
+    num_packed = len(arena.packed)
+    row = arena.packed[page] if page < num_packed else arena.exact[page - num_packed]
+    return row.reshape(cut.num, -1)[cut.places[index]]
+
+
+def _sizes_of(arena: Any) -> tuple[Region, ...]:
+    return tuple((0, rows.shape[1], len(rows)) for rows in (arena.packed, arena.exact))

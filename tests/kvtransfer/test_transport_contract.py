@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any
 
@@ -16,40 +16,30 @@ import pytest
 from common.errors import PullFailed
 from common.handoff_messages import LinkReply
 from common.pages import PageKind
-from common.wire import decode
 from kvtransfer.nixl_transport import NixlTransport
 from kvtransfer.transport import PageRead, ReadEnd, Transport
 from tests.fakes.memory_transport import MemoryFabric, MemoryTransport
-from tests.kvtransfer.source_process import arena, filled_pool, reply_of
+from tests.kvtransfer.rank_pools import reply_of
+from tests.kvtransfer.source_process import HELD, arena, filled_pool
 
 Pair = tuple[Transport, LinkReply, Any]
 
 
 async def memory_pair() -> Pair:
     fabric = MemoryFabric()
-    source = MemoryTransport(fabric, "source", filled_pool(), arena(0, 0))
+    source = MemoryTransport(fabric, "source", filled_pool(), arena(0, 0), HELD)
     landing = arena(8, 4)
-    reader = MemoryTransport(fabric, "reader", arena(1, 1), landing, num_heads=2)
-    address = source.describe()
-    reply = LinkReply(
-        incarnation="source",
-        numeric_incarnation=1,
-        layout="",
-        layout_fingerprint=b"",
-        agent_name=address.agent_name,
-        agent_metadata=address.agent_metadata,
-        pages=address.pages,
-    )
-    return reader, reply, landing
+    reader = MemoryTransport(fabric, "reader", arena(1, 1), landing, HELD)
+    return reader, reply_of("source", source.describe()), landing
 
 
 async def nixl_pair() -> Pair:
-    source = NixlTransport("contract-source", filled_pool(), arena(0, 0))
+    source = NixlTransport("contract-source", filled_pool(), arena(0, 0), HELD)
     landing = arena(8, 4)
-    reader = NixlTransport("contract-reader", arena(1, 1), landing, num_heads=2)
+    reader = NixlTransport("contract-reader", arena(1, 1), landing, HELD)
     await source.open()
     await reader.open()
-    return reader, reply_of(source, "contract-source"), landing
+    return reader, reply_of("contract-source", source.describe()), landing
 
 
 def packed(block_id: int, slot: int) -> PageRead:
@@ -93,30 +83,6 @@ def test_contract(make: Callable[[], Awaitable[Pair]]) -> None:
     asyncio.run(main())
 
 
-@pytest.fixture
-def source_process() -> Iterator[Callable[..., tuple["subprocess.Popen[bytes]", LinkReply]]]:
-    started: list[subprocess.Popen[bytes]] = []
-
-    def start(incarnation: str, **environment: str) -> tuple["subprocess.Popen[bytes]", LinkReply]:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "tests.kvtransfer.source_process", incarnation],
-            stdout=subprocess.PIPE,
-            env={**os.environ, **environment},
-        )
-        started.append(process)
-        assert process.stdout is not None
-        reply = decode(bytes.fromhex(process.stdout.readline().decode()))
-        assert isinstance(reply, LinkReply)
-        return process, reply
-
-    yield start
-    for process in started:
-        process.kill()
-        process.wait()
-        assert process.stdout is not None
-        process.stdout.close()
-
-
 def test_a_page_that_the_source_does_not_have_is_never_asked_for() -> None:
     async def main() -> None:
         reader, reply, _ = await nixl_pair()
@@ -134,7 +100,7 @@ def test_b58_a_killed_source_is_noticed_and_its_next_life_is_linked_anew(
 ) -> None:
     async def main() -> None:
         landing = arena(8, 4)
-        reader = NixlTransport("b58-reader", arena(1, 1), landing)
+        reader = NixlTransport("b58-reader", arena(1, 1), landing, HELD)
         await reader.open()
         for life in range(3):
             process, reply = source_process(f"b58-life-{life}")
