@@ -6,7 +6,6 @@ import logging
 
 from common.internal_tls import InternalTls
 from common.pages import PageKind
-from common.ranks import alone
 from common.rpc import connect
 from common.scheduling.block_hash import HashRoots
 from decode_worker.core import DecodeCore
@@ -59,19 +58,13 @@ async def assemble(parts: Parts) -> Assembly:
 
 
 async def _open_wire(parts: Parts) -> Wire:
-    from kvtransfer.nixl_transport import NixlTransport
+    from worker.transport import open_transport  # there may be no NIXL beside a colocated worker
 
-    transport = NixlTransport(
-        parts.identity.incarnation,
-        parts.runner.pool,
-        parts.runner.landing,
-        alone(parts.runner.layout.num_kv_heads),
-    )
-    await transport.open()
+    transport = await open_transport(parts)
     zone = LandingZone(
         num_packed=parts.sizes.num_landing_packed, num_exact=parts.sizes.num_landing_exact
     )
-    layout = parts.runner.layout
+    layout = parts.layout
     tls = InternalTls.of(parts.config.internal_tls)
     allowed = AllowedPeers.of(parts.config)
     if allowed.is_everybody and tls is None:

@@ -1,12 +1,11 @@
 """A prefill worker's wiring."""
 
-from common.ranks import alone
 from common.scheduling.block_hash import HashRoots
-from kvtransfer.nixl_transport import NixlTransport
 from prefill_worker.core import PrefillCore
 from prefill_worker.service import PrefillService
 from worker.config import WorkerConfig
 from worker.main import Assembly, Parts, context_of, run_worker
+from worker.transport import open_transport
 
 
 def run(config: WorkerConfig) -> int:
@@ -14,13 +13,7 @@ def run(config: WorkerConfig) -> int:
 
 
 async def assemble(parts: Parts) -> Assembly:
-    transport = NixlTransport(
-        parts.identity.incarnation,
-        parts.runner.pool,
-        parts.runner.landing,
-        alone(parts.runner.layout.num_kv_heads),
-    )
-    await transport.open()
+    transport = await open_transport(parts)
     core = PrefillCore(
         parts.cache,
         roots=HashRoots(parts.identity.model_fingerprint, parts.identity.block_size),

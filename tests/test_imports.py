@@ -38,7 +38,7 @@ MAY_IMPORT = {
     "common": {"common"},
     "engine": {"common", "engine"},
     "kvtransfer": {"common", "kvtransfer"},
-    "worker": {"common", "engine", "worker"},
+    "worker": {"common", "engine", "kvtransfer", "worker"},
     "prefill_worker": {"common", "kvtransfer", "worker", "prefill_worker"},
     "decode_worker": {"common", "kvtransfer", "worker", "decode_worker"},
     "router": {"common", "router"},

@@ -6,23 +6,28 @@ It loads its part of the model, then does what rank 0 tells it (engine/ranks). R
 numbers are those of descriptors that it inherits, and of rank 0's process.
 """
 
+import asyncio
 import ctypes
 import logging
 import os
 import signal
 import socket
 import sys
+import threading
 from multiprocessing.connection import Connection
 
 from common.errors import TandemError
+from common.ranks import ownership
 from engine.load import load_follower
 from engine.ranks.board import Board, Shared
 from engine.ranks.group import RankMemory, RankStart, failure, readiness
-from engine.ranks.rank import follow
+from engine.ranks.rank import Rank, follow
 
 log = logging.getLogger(__name__)
 
 PR_SET_PDEATHSIG = 1
+CLOSE_S = 2.0
+"""For reads to end, and memory to be released, when it is over."""
 
 
 def main(arguments: list[str]) -> int:
@@ -46,15 +51,37 @@ def main(arguments: list[str]) -> int:
         if not isinstance(error, TandemError):
             log.exception("rank %d cannot start", start.rank)
         return 2
+    serving = None
+    if start.has_transfers:
+        asked = (transfers, start, rank)
+        serving = threading.Thread(target=serve, args=asked, name="transfers", daemon=True)
+        serving.start()
     connection.send_bytes(readiness(RankMemory.of(rank.weight_bytes, rank.pages)))
     try:
-        with transfers:
-            follow(connection, rank)
+        follow(connection, rank)
     except Exception:
         log.exception("rank %d has failed: so has its worker", start.rank)
         board.lose()
         return 1
+    if serving is not None:
+        serving.join(CLOSE_S)
     return 0
+
+
+def serve(end: socket.socket, start: RankStart, rank: Rank) -> None:
+    """Until rank 0 closes the socket. Its end tells rank 0 that this rank is lost."""
+    from kvtransfer.group import serve_transfers
+    from kvtransfer.nixl_transport import NixlTransport  # not beside a colocated worker
+
+    config = start.config
+    held = ownership(config.shares(config.load_model()))
+    name = f"{config.incarnation:016x}-{start.rank}"
+    transport = NixlTransport(name, rank.pages.pool, rank.pages.landing, held, start.rank)
+    try:
+        asyncio.run(serve_transfers(end, transport))
+    except Exception as error:
+        expected = isinstance(error, TandemError)
+        log.error("rank %d: %s", start.rank, error, exc_info=None if expected else error)
 
 
 def die_with(parent: int) -> None:

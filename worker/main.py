@@ -23,7 +23,9 @@ from common.events import EventLog, open_events
 from common.internal_tls import InternalTls, may_call
 from common.metrics_server import MetricsServer, serve_metrics
 from common.model_config import ModelConfig
+from common.pages import PageLayout
 from common.process import until_signal
+from common.ranks import Ownership, ownership
 from common.rpc import Handler, serve
 from common.scheduling.kv_cache import KvCache
 from common.scheduling.step_time import StepTimes
@@ -32,6 +34,7 @@ from common.watch_thread import UNFIT, WatchThread
 from common.watchdog import START_BOUND_S
 from engine.device import EngineDevice
 from engine.device_thread import DeviceThread
+from engine.ranks.group import RankGroup
 from engine.runner import ModelRunner
 from engine.weights import model_fingerprint
 from worker.config import WorkerConfig
@@ -78,6 +81,11 @@ class Parts:
     identity: Identity
     sizes: Sizes
     runner: ModelRunner
+    layout: PageLayout
+    """Of whole pages; the runner's is that of rank 0's part."""
+    ownership: Ownership
+    group: RankGroup | None
+    """The other ranks, where there are some."""
     device: EngineDevice
     cache: KvCache
     clock: Clock
@@ -193,10 +201,10 @@ async def _open(
     plan = plan_memory(config, model)
     incarnation = new_incarnation()
     engine = engine_config(config, plan, int(incarnation, 16))
-    group = ranks.enter_context(open_group(engine))
+    group = ranks.enter_context(open_group(engine, has_transfers=config.role != "colocated"))
     runner, sizes = await thread.run(open_runner, engine, plan, group)
     if group is not None:
-        group.watch(_die)
+        group.watch(die)
         for rank, memory in enumerate(sizes.memory):
             log.info(
                 "rank %d holds %.1f MB of weights and %.1f MB of pages",
@@ -224,6 +232,9 @@ async def _open(
         identity=identity,
         sizes=sizes,
         runner=runner,
+        layout=engine.layout(model),
+        ownership=ownership(engine.shares(model)),
+        group=group,
         device=EngineDevice(thread, runner, overlaps_steps=overlaps_steps(config, plan)),
         cache=KvCache(
             num_packed=sizes.num_blocks, num_exact=sizes.num_exact, block_size=config.block_size
@@ -237,7 +248,7 @@ async def _open(
     )
 
 
-def _die(reason: str) -> None:
+def die(reason: str) -> None:
     """A rank is gone. Peers and the router see what they see of any worker that dies."""
     log.critical("%s: so does this worker", reason)
     os._exit(1)

@@ -86,11 +86,13 @@ def plan_memory(config: WorkerConfig, model: ModelConfig) -> MemoryPlan:
     )
 
 
-def open_group(config: EngineConfig) -> contextlib.AbstractContextManager[RankGroup | None]:
+def open_group(
+    config: EngineConfig, *, has_transfers: bool
+) -> contextlib.AbstractContextManager[RankGroup | None]:
     """The other ranks, where there are some."""
     if config.num_ranks == 1:
         return contextlib.nullcontext()
-    return RankGroup(config, follower_program("worker.follower"))
+    return RankGroup(config, follower_program("worker.follower"), has_transfers=has_transfers)
 
 
 def overlaps_steps(config: WorkerConfig, plan: MemoryPlan) -> bool:

@@ -129,7 +129,10 @@ def pack_command(command: Command) -> bytes:
 
 def unpack_command(data: bytes) -> Command:
     name, *values = unpack(data)
-    command: Command = _COMMANDS[name](*values)
+    kind = _COMMANDS[name]
+    if fields(kind) and fields(kind)[0].type is PageKind:
+        values[0] = PageKind(values[0])
+    command: Command = kind(*values)
     return command
 
 

@@ -49,15 +49,23 @@ class RankStart:
     config: EngineConfig
     sizes: BoardSizes
     store: Path
+    has_transfers: bool
+    """Other workers read its pages, or it theirs."""
 
     def pack(self) -> bytes:
-        return pack([self.rank, self.config.fields(), asdict(self.sizes), str(self.store)])
+        places = [asdict(self.sizes), str(self.store), self.has_transfers]
+        return pack([self.rank, self.config.fields(), *places])
 
     @classmethod
     def unpack(cls, data: bytes) -> "RankStart":
-        rank, fields, sizes, store = unpack(data)
-        config = EngineConfig.of_fields(fields)
-        return cls(rank=rank, config=config, sizes=BoardSizes(**sizes), store=Path(store))
+        rank, fields, sizes, store, has_transfers = unpack(data)
+        return cls(
+            rank=rank,
+            config=EngineConfig.of_fields(fields),
+            sizes=BoardSizes(**sizes),
+            store=Path(store),
+            has_transfers=has_transfers,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +88,9 @@ class _Follower:
 
 
 class RankGroup:
-    def __init__(self, config: EngineConfig, program: Sequence[str]) -> None:
+    def __init__(
+        self, config: EngineConfig, program: Sequence[str], *, has_transfers: bool = False
+    ) -> None:
         """`program` is a follower's command line, which gets the numbers of three descriptors: of
         the connection, the board, and a socket that its transfers are asked over.
         """
@@ -88,6 +98,7 @@ class RankGroup:
         config.shares(model)  # refused before anything is started
         self._config = config
         self._program = tuple(program)
+        self._has_transfers = has_transfers
         self._folder = tempfile.TemporaryDirectory(prefix="tandem-ranks-")
         self.board = Board.create(board_sizes(config, model), num_threads=config.num_threads)
         self.shared = Shared(board=self.board, store=Path(self._folder.name) / "store")
@@ -161,7 +172,11 @@ class RankGroup:
                 env=self._environment(rank),
             )
         start = RankStart(
-            rank=rank, config=self._config, sizes=self.board.sizes, store=self.shared.store
+            rank=rank,
+            config=self._config,
+            sizes=self.board.sizes,
+            store=self.shared.store,
+            has_transfers=self._has_transfers,
         )
         ours.send_bytes(start.pack())
         return _Follower(process, ours, transfers)

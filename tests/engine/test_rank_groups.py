@@ -21,7 +21,7 @@ from common.scheduling.plan import LandingMove, TagOrder
 from engine.config import EngineConfig
 from engine.load import load_runner
 from engine.pool_size import PoolSize
-from engine.ranks.commands import Forward, pack_command, unpack_command
+from engine.ranks.commands import Forward, Tag, pack_command, unpack_command
 from engine.ranks.followers import RankLost
 from engine.ranks.group import RankGroup, follower_program
 from engine.runner import ModelRunner
@@ -279,6 +279,11 @@ def test_commands_travel_as_they_are() -> None:
     found = unpack_command(pack_command(sent))
     assert isinstance(found, Forward)
     assert found.num_layers is None
+    tag = unpack_command(
+        pack_command(Tag(PageKind.PACKED, numbers[0], np.zeros((6, 64), np.uint8)))
+    )
+    assert isinstance(tag, Tag)
+    assert tag.kind is PageKind.PACKED
     for name in ("token_ids", "positions", "items", "runs", "tables", "unread_rows"):
         value, other = getattr(found, name), getattr(sent, name)
         assert value.dtype == other.dtype
