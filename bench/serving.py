@@ -10,9 +10,10 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import httpx
@@ -134,13 +135,18 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def serving(*arguments: str) -> Iterator[Launched]:
-    """Runs until the block ends, then stops it as Ctrl-C does."""
+def serving(
+    *arguments: str, tables: Mapping[str, str] = MappingProxyType({})
+) -> Iterator[Launched]:
+    """Runs until the block ends, then stops it as Ctrl-C does. `tables`: more lines of the file of
+    options, by command.
+    """
     with tempfile.TemporaryDirectory() as directory:
         events = Path(directory, "events.jsonl")
         config = Path(directory, "tandem.toml")
-        tables = [f'[{name}]\nevent-log = "{events}"\n' for name in ("prefill", "decode")]
-        config.write_text("".join(tables))
+        logged = f'event-log = "{events}"\n'
+        roles = [f"[{name}]\n{logged}{tables.get(name, '')}" for name in ("prefill", "decode")]
+        config.write_text("".join(roles))
         port = free_port()
         grpc = f"127.0.0.1:{free_port()}"
         process = subprocess.Popen(
