@@ -77,7 +77,7 @@ class RouterConfig:
         "certificate chain (PEM) for HTTP and gRPC", default=None, metavar="FILE", shown="no TLS"
     )
     tls_key: str | None = option(
-        "its private key (PEM)", default=None, metavar="FILE", shown="needed with --tls-cert"
+        "its private key (PEM); goes with --tls-cert", default=None, metavar="FILE", shown="none"
     )
     prefill: tuple[str, ...] = option(
         "prefill workers, separated by commas; a name with many addresses stands for all of them",
