@@ -58,8 +58,8 @@ class ServeConfig:
         shown="auto: as in the checkpoint",
     )
     batch_invariant: bool = option(
-        "a request's result does not depend on the rest of the batch, to the bit: slower on GPUs, "
-        "and always so on CPUs",
+        "a request's result has the same bits whatever else is in the batch; slower on GPUs, "
+        "always so on CPUs",
         default=False,
     )
     tensor_parallel: int | None = option(
@@ -71,7 +71,7 @@ class ServeConfig:
     block_size: BlockSize | None = option("tokens per KV block", default=None, shown="16")
     kv_blocks: int | None = option(
         "size of each worker's KV pool in packed blocks; exact pages for first and open blocks "
-        "come beside them",
+        "are added, and /v1/fleet counts both",
         default=None,
         metavar="N",
         shown="what the memory allows",
@@ -79,7 +79,7 @@ class ServeConfig:
     chunk_tokens: ChunkTokens | None = chunk_tokens(default=None)
     itl_target: float | None = shared.itl_target()
     prefill_where: PrefillWhere | None = option(
-        "auto or remote: whether decode workers may prefill where that is faster",
+        "auto: a decode worker may prefill where that is faster; remote: only prefill workers do",
         default=None,
         shown="auto",
     )
@@ -87,18 +87,18 @@ class ServeConfig:
         "CPU threads per worker", default=None, metavar="N", shown="an equal share of the cores"
     )
     worker_ports: int | None = option(
-        "first of the ports that workers listen on, two for each worker, one after another",
+        "first port for workers to listen on; each takes the next two",
         default=None,
         metavar="PORT",
         shown="free ones",
     )
     restart: Literal["no", "on-failure"] = option(
-        "start a router or worker that has failed again, at its old ports: at most 5 times within "
-        "10 minutes, after 1 to 16 s",
+        "restart a router or worker that failed, at its old ports: at most 5 times within 10 "
+        "minutes, after 1 to 16 s",
         default="no",
     )
     start_timeout_s: float = option(
-        "give up when nothing is ready after this long", default=300.0, metavar="SECONDS"
+        "give up when the fleet is not ready after this long", default=300.0, metavar="SECONDS"
     )
     drain_s: float = shared.drain_s()
     log_level: LogLevel = shared.log_level()
@@ -133,15 +133,15 @@ class ServeConfig:
 class CertsConfig:
     out: str = option("folder to write to", metavar="DIR")
     ca: str | None = option(
-        "folder whose CA (ca.pem, ca-key.pem) signs: for a second certificate",
+        "folder whose CA (ca.pem, ca-key.pem) signs; for a second certificate",
         default=None,
         metavar="DIR",
         shown="--out, where one is made if there is none",
     )
     role: Literal["router", "prefill", "decode"] | None = option(
-        "the one part that the certificate's holder may take (decode: colocated too)",
+        "the only role that the certificate is valid for (decode: colocated too)",
         default=None,
-        shown="any part",
+        shown="any role",
     )
     days: int = option("how long the certificates are valid", default=365, metavar="N")
 
@@ -173,10 +173,10 @@ class QualityConfig:
         "what to compare with fp32", default=tuple(CODECS)[:-1], metavar="CODEC,..."
     )
     check: str = option(
-        "the codec that the bounds hold for", default=DEFAULT_KV_CODEC, choices=CODECS
+        "the codec that the bounds apply to", default=DEFAULT_KV_CODEC, choices=CODECS
     )
     weight_dtype: Literal["auto", "int8"] = option(
-        "how weights are kept in what is compared; fp32 itself has the checkpoint's own",
+        "how weights are kept for all but the fp32 baseline, which has the checkpoint's own",
         default="auto",
     )
     max_kl: float = option(
@@ -202,14 +202,14 @@ class QualityConfig:
     )
     long_windows: int = option("windows of 8,192 tokens, likewise", default=3, metavar="N")
     tasks: str | None = option(
-        "file of prompts with right answers, one JSON object a line: "
-        '{"prompt", "choices", "answer": number of the right one} or {"prompt", "answer": text}',
+        "file of prompts with right answers, one JSON object per line: "
+        '{"prompt", "choices", "answer": index of the right one} or {"prompt", "answer": text}',
         default=None,
         metavar="FILE",
         shown="no tasks",
     )
     min_accuracy_kept: float = option(
-        "bound on the percentage of fp32's right answers, with --tasks",
+        "bound on the accuracy with --tasks, as a percentage of fp32's",
         default=99.5,
         metavar="PERCENT",
     )
@@ -251,7 +251,7 @@ class PlanConfig:
     )
     tp: int = option("GPUs that share the model, for each worker", default=1, metavar="N")
     step_times: str | None = option(
-        "file of step times measured at a running fleet, in place of a GPU's data sheet",
+        "file of step times measured on a running fleet, instead of --gpu",
         default=None,
         metavar="FILE",
         shown="none",
@@ -275,7 +275,7 @@ class PlanConfig:
     output_tokens: int = option("without a trace: mean output length", default=256, metavar="N")
     seed: int = option("without a trace: seed of arrivals and lengths", default=0, metavar="N")
     requests: int | None = option(
-        "at most so many requests of the trace, or so many drawn ones",
+        "at most this many requests of the trace, or this many random ones",
         default=None,
         metavar="N",
         shown="the whole trace, or 1000",
@@ -306,7 +306,7 @@ class PlanConfig:
         metavar="SHARE",
     )
     compute_efficiency: float = option(
-        "share of a GPU's peak that large products reach", default=0.6, metavar="SHARE"
+        "share of a GPU's peak that large matrix products reach", default=0.6, metavar="SHARE"
     )
     bandwidth_efficiency: float = option(
         "share of its memory bandwidth that decoding reaches", default=0.75, metavar="SHARE"

@@ -117,11 +117,11 @@ LIMITS: tuple[tuple[str, tuple[Limit, ...]], ...] = (
     (
         "A connection",
         (
-            Limit("bytes of headers, the URL among them", _size(MAX_HEADER_BYTES), "431", HTTP),
+            Limit("bytes of headers, URL included", _size(MAX_HEADER_BYTES), "431", HTTP),
             Limit("headers", _count(MAX_HEADERS), "431", HTTP),
-            Limit("time for the head of a request", f"{HEAD_S:g} s", "408, closed", HTTP),
+            Limit("time to receive the head of a request", f"{HEAD_S:g} s", "408, closed", HTTP),
             Limit(
-                "connections to a port of metrics",
+                "connections to a metrics port",
                 _count(MAX_METRICS_CONNECTIONS),
                 "closed",
                 "common/metrics_server.py",
@@ -132,15 +132,15 @@ LIMITS: tuple[tuple[str, tuple[Limit, ...]], ...] = (
         "A body",
         (
             Limit("bytes, over HTTP and gRPC", _size(MAX_BODY_BYTES), "413", BODIES),
-            Limit("time until it is whole", f"{BODY_S:g} s", "408", BODIES),
+            Limit("time to receive it", f"{BODY_S:g} s", "408", BODIES),
             Limit(
-                f"all bodies above {_size(SMALL_BODY_BYTES)} under way",
+                f"bytes of all bodies above {_size(SMALL_BODY_BYTES)} together",
                 _size(MAX_BODIES_BYTES),
                 "429",
                 BODIES,
             ),
-            Limit("depth of JSON, in texts of JSON too", _count(MAX_JSON_DEPTH), "400", JSON),
-            Limit("objects, lists and texts in it", _count(MAX_JSON_OBJECTS), "400", JSON),
+            Limit("depth of JSON, also of JSON in strings", _count(MAX_JSON_DEPTH), "400", JSON),
+            Limit("objects, lists and strings in it", _count(MAX_JSON_OBJECTS), "400", JSON),
             Limit("values in it", _count(MAX_JSON_VALUES), "400", JSON),
             Limit(
                 "fields of a gRPC message, and numbers packed into one",
@@ -178,7 +178,7 @@ LIMITS: tuple[tuple[str, tuple[Limit, ...]], ...] = (
         ),
     ),
     (
-        "The form of an answer",
+        "Structured output",
         (
             Limit(
                 "characters, as written and as a grammar",
@@ -206,15 +206,15 @@ LIMITS: tuple[tuple[str, tuple[Limit, ...]], ...] = (
                 "400",
                 "router/grammar/regex_bounds.py",
             ),
-            Limit("schemas inside each other", _count(MAX_SCHEMA_DEPTH), "400", SCHEMA),
-            Limit("processor time to compile it", f"{COMPILE_S:g} s", "400", COMPILER),
-            Limit("memory to compile it", _size(COMPILE_BYTES), "400", COMPILER),
-            Limit("forms that wait to be compiled", _count(MAX_COMPILING), "429", COMPILER),
-            Limit("of one client", _count(MAX_COMPILING_OF_CLIENT), "429", COMPILER),
+            Limit("nested schemas", _count(MAX_SCHEMA_DEPTH), "400", SCHEMA),
+            Limit("processor time to compile a grammar", f"{COMPILE_S:g} s", "400", COMPILER),
+            Limit("memory to compile a grammar", _size(COMPILE_BYTES), "400", COMPILER),
+            Limit("grammars that wait to be compiled", _count(MAX_COMPILING), "429", COMPILER),
+            Limit("those of one client", _count(MAX_COMPILING_OF_CLIENT), "429", COMPILER),
             Limit(
-                "compiled ones kept, in the router and in each worker",
+                "compiled grammars kept, in the router and in each worker",
                 _size(MAX_COMPILED_BYTES),
-                "the oldest goes",
+                "the oldest is dropped",
                 "engine/grammar.py",
             ),
             Limit(
@@ -246,7 +246,7 @@ LIMITS: tuple[tuple[str, tuple[Limit, ...]], ...] = (
             ),
             Limit("characters of a salt", _count(MAX_WIRE_SALT_CHARS), "refused", WORKER),
             Limit(
-                "parameters that requests under way share, in a worker",
+                "shared parameters of running requests, in a worker",
                 _size(MAX_SHARED_BYTES),
                 "429",
                 "common/shared_params.py",

@@ -42,10 +42,10 @@ def served_model_name() -> Any:
 
 def itl_target() -> Any:
     return option(
-        "seconds between two tokens of a stream that prompt chunks in between should keep to",
+        "target for the seconds between two tokens of a stream while prompts are computed",
         default=None,
         metavar="SECONDS",
-        shown="0.05, or two to five steps without prompts where those are longer",
+        shown="0.05, or two to five steps without prompts if that is longer",
     )
 
 

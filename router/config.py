@@ -42,14 +42,14 @@ class RouterConfig:
         default="closed",
     )
     generation_config: Literal["auto", "off"] = option(
-        "auto: requests that do not say otherwise are sampled as the model's "
-        "generation_config.json advises; off: with a temperature of 1 and no filters",
+        "auto: the sampling defaults are those of the model's generation_config.json; off: a "
+        "temperature of 1 and no filters",
         default="auto",
     )
     reasoning_parser: str | None = option(
-        "keep the model's <think> block apart from its answer",
+        "separate the model's <think> block from its answer",
         default=None,
-        shown="do not",
+        shown="none",
         choices=REASONING_PARSERS,
     )
     http: str = shared.http()
@@ -64,19 +64,21 @@ class RouterConfig:
         shown="no key is needed",
     )
     priorities: str = option(
-        "priorities that a request may ask for, lower is sooner; a key's own go before",
+        "priorities that a request may ask for, lower is sooner; an API key's own range wins",
         default="0:100",
         metavar="LOW:HIGH",
     )
     prefix_sharing: Literal["key", "all"] = option(
-        "who shares cached prefixes: where API keys are in use, requests under one key only (then "
-        "nobody can tell from cached tokens what others asked), or all requests",
+        "who shares cached prefixes; key: requests under one API key only, so nobody can tell from "
+        "cached tokens what others asked; all: all requests",
         default="key",
     )
     tls_cert: str | None = option(
         "certificate chain (PEM) for HTTP and gRPC", default=None, metavar="FILE", shown="no TLS"
     )
-    tls_key: str | None = option("its private key (PEM)", default=None, metavar="FILE")
+    tls_key: str | None = option(
+        "its private key (PEM); goes with --tls-cert", default=None, metavar="FILE", shown="none"
+    )
     prefill: tuple[str, ...] = option(
         "prefill workers, separated by commas; a name with many addresses stands for all of them",
         default=(),
@@ -84,7 +86,7 @@ class RouterConfig:
         shown="none",
     )
     decode: tuple[str, ...] = option(
-        "decode and colocated workers, separated by commas, resolved likewise",
+        "decode and colocated workers, in the same form",
         metavar="HOST:PORT,...",
     )
     prefill_where: PrefillWhere = option(
@@ -102,8 +104,8 @@ class RouterConfig:
         "a request that takes longer is ended", default=600.0, metavar="SECONDS"
     )
     keep_alive_s: float = option(
-        "how long an HTTP connection may be silent between two requests; longer than a proxy "
-        "before it waits",
+        "how long an HTTP connection may be idle between two requests; should be longer than in a "
+        "proxy in front",
         default=120.0,
         metavar="SECONDS",
     )

@@ -113,7 +113,7 @@ def _head(height: int) -> Iterator[str]:
         f'width="{WIDTH}" height="{height}" font-family="sans-serif" text-anchor="middle">'
     )
     yield "<!-- made by `make docs`; do not edit -->"
-    yield "<title>Rooms of the code, and what imports what</title>"
+    yield "<title>Packages of the code, and what imports what</title>"
     yield (
         '<defs><marker id="tip" viewBox="0 0 8 8" refX="8" refY="4" markerWidth="8" '
         'markerHeight="8" orient="auto"><path d="M0 0L8 4L0 8z" fill="#57606a"/></marker></defs>'

@@ -34,7 +34,7 @@ def chunk_tokens(*, default: Literal["auto"] | None) -> Any:
     """None leaves it to the workers."""
     return option(
         "most prompt tokens per step, a multiple of the block size; auto: at most "
-        f"{MAX_AUTO_CHUNK}, and beside running streams what keeps to the ITL target",
+        f"{MAX_AUTO_CHUNK}, and while streams run what the ITL target allows",
         default=default,
         metavar="N|auto",
         shown="auto",
@@ -51,7 +51,7 @@ class WorkerConfig:
         metavar="HOST:PORT",
     )
     advertise: str | None = option(
-        "address that other workers are told",
+        "address that is given to other workers",
         default=None,
         metavar="HOST:PORT",
         shown="as --listen",
@@ -64,8 +64,8 @@ class WorkerConfig:
     )
     block_size: BlockSize = shared.block_size()
     kv_blocks: int | None = option(
-        "size of the KV pool in packed blocks; exact pages for first and open blocks come beside "
-        "them, and /v1/fleet counts both",
+        "size of the KV pool in packed blocks; exact pages for first and open blocks are added, "
+        "and /v1/fleet counts both",
         default=None,
         metavar="N",
         shown="what the memory allows",
@@ -102,8 +102,8 @@ class WorkerConfig:
         default="auto",
     )
     batch_invariant: bool = option(
-        "a request's result does not depend on the rest of the batch, to the bit: slower on a GPU, "
-        "and always so on a CPU. Workers that exchange KV must agree",
+        "a request's result has the same bits whatever else is in the batch; slower on a GPU, "
+        "always so on a CPU. Workers that exchange KV must agree",
         default=False,
     )
     prefill_peers: tuple[str, ...] = option(
@@ -118,7 +118,7 @@ class WorkerConfig:
     )
     drain_s: float = shared.drain_s()
     event_log: str | None = option(
-        "append life-cycle events of requests and pages to this file, one JSON line each",
+        "append life-cycle events of requests and pages to this file, one JSON object per line",
         default=None,
         metavar="FILE",
         shown="no event log",
@@ -179,7 +179,7 @@ class WorkerConfig:
 class ColocatedSwitch:
     """`tandem decode --colocated`: not a field of WorkerConfig, where it becomes the role."""
 
-    colocated: bool = option("also prefill, and be offered without prefill workers", default=False)
+    colocated: bool = option("also prefill; requests then need no prefill worker", default=False)
 
 
 def decode_config(*, colocated: bool = False, **given: Any) -> WorkerConfig:

@@ -37,7 +37,7 @@ class WorkerMetrics:
         self.tpot = histogram(
             "time_per_output_token_seconds", "Mean gap between tokens of a finished request"
         )
-        self.queue = histogram("queue_seconds", "From arrival to having KV blocks")
+        self.queue = histogram("queue_seconds", "From arrival until KV blocks are allocated")
         self.step = histogram("step_seconds", "Forward passes")
         self.prompt_tokens = counter(
             "prompt_tokens_computed", "Prompt tokens computed by this worker"
@@ -61,9 +61,9 @@ class WorkerMetrics:
             "handoff_stream_bytes", "Bytes of messages in hand-off streams, both directions"
         )
         self.landing = gauge("landing_slots", "Slots of the landing zone by state", ("state",))
-        self.refused = counter("pages_refused", "Pages that were not what they had to be")
+        self.refused = counter("pages_refused", "Pages that failed verification")
         self.link_bandwidth = gauge(
-            "link_bytes_per_second", "Self-test read when a link came up", ("source",)
+            "link_bytes_per_second", "Speed of the test read when a link came up", ("source",)
         )
         self.preemptions = counter("preemptions", "Requests evicted to make room")
         self.step_times = gauge(
@@ -71,7 +71,7 @@ class WorkerMetrics:
             "Fitted time of a step, and of each unit of work in it (0 until measured)",
             ("unit",),
         )
-        self.chunk_tokens = gauge("chunk_tokens", "Prompt tokens a step may carry at present")
+        self.chunk_tokens = gauge("chunk_tokens", "Most prompt tokens in a step, at present")
         self.finished = counter("requests_finished", "Requests by how they ended", ("reason",))
         self.rank_memory = gauge(
             "rank_memory_bytes", "What each rank of this worker holds", ("rank", "of")

@@ -39,7 +39,7 @@ class RouterMetrics:
         self.errors = self._counter("errors", "Errors answered, by code", ("code",))
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of accepted requests")
         self.retries = self._counter(
-            "retries", "Resubmissions after a worker was lost or has failed the request"
+            "retries", "Resubmissions after a worker was lost or failed the request"
         )
         self.preemptions = self._counter(
             "preemptions", "Resubmissions after a decode worker made room for older requests"
@@ -145,7 +145,7 @@ class RouteTally:
         yield prefills
         hits = CounterMetricFamily(
             "tandem_router_prefix_hit_tokens",
-            "Prompt tokens that the chosen workers held already",
+            "Prompt tokens that the chosen workers had cached",
             labels=("role",),
         )
         for role, count in self.num_hit_tokens.items():
@@ -153,7 +153,7 @@ class RouteTally:
         yield hits
         ratios = HistogramMetricFamily(
             "tandem_router_ttft_prediction_ratio",
-            "Real over predicted time, from the choice of a place to the first token",
+            "Actual / predicted time, from the choice of a place to the first token",
         )
         names = [*map(str, _RATIOS), "+Inf"]
         ratios.add_metric(
@@ -186,7 +186,7 @@ class _FleetCollector:
         )
         yield _by_role(
             "tandem_router_worker_failures",
-            "Failures of requests and sessions that were laid to a worker",
+            "Failures of requests and sessions that were attributed to a worker",
             self._fleet.num_failures,
         )
         yield _by_role(
@@ -196,7 +196,7 @@ class _FleetCollector:
         )
         yield GaugeMetricFamily(
             "tandem_router_prefix_index_hashes",
-            "Different blocks known to be in the prefix caches of workers",
+            "Distinct blocks known to be in the prefix caches of workers",
             value=len(self._fleet.prefix_index),
         )
 

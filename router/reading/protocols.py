@@ -134,7 +134,7 @@ PROTOCOLS = (COMPLETIONS, CHAT, RESPONSES, MESSAGES)
 def table() -> str:
     """As docs/api.md prints it."""
     lines = [
-        "| endpoint | taken, without effect | refused, unless the value asks for nothing |",
+        "| endpoint | accepted without effect | refused, unless the value asks for nothing |",
         "|---|---|---|",
     ]
     for protocol in PROTOCOLS:
