@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from common.errors import LayoutMismatch, PullFailed
+from common.errors import PullFailed
 from common.handoff_messages import LinkReply, PoolAddress
 from common.ranks import Ownership
 from kvtransfer.descriptors import regions_of
@@ -128,10 +128,7 @@ class NixlTransport:
     async def link(self, source: LinkReply) -> None:
         if source.incarnation in self._known:
             return
-        try:
-            planned = plan_reads(self._held, self._rank, source.ranks, regions_of(self._landing))
-        except LayoutMismatch as error:
-            raise PullFailed(f"cannot link to {source.incarnation}: {error.message}") from error
+        planned = plan_reads(self._held, self._rank, source.ranks, regions_of(self._landing))
         self._known[source.incarnation] = await self._call(lambda: self._add(source, planned))
 
     def unlink(self, incarnation: str) -> None:

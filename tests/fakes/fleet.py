@@ -20,6 +20,7 @@ from anyio.abc import TaskGroup
 from common.device import LoopCall
 from common.errors import InternalError, TandemError
 from common.events import EventLog
+from common.layout_facts import PAGE_FORMAT, LayoutFacts
 from common.messages import (
     Admitted,
     Cancel,
@@ -61,6 +62,17 @@ from worker.watched_device import StepBounds, WatchedDevice
 
 STEP_S = 0.02
 MODEL_FINGERPRINT = b"hash-model"
+FACTS = LayoutFacts(
+    page_format=PAGE_FORMAT,
+    model=MODEL_FINGERPRINT.hex(),
+    num_layers=1,
+    num_kv_heads=1,
+    head_dim=64,
+    codec="fp8_e3m4",
+    block_size=16,
+    weights="auto",
+    offsets="",
+)
 MAX_MODEL_LEN = 4096
 
 
@@ -249,6 +261,8 @@ class Fleet:
             layout_fingerprint=s.get(
                 "layout_fingerprint", getattr(runner, "layout_fingerprint", LAYOUT_FINGERPRINT)
             ),
+            facts=s.get("facts", FACTS),
+            num_ranks=s.get("num_ranks", 1),
             block_size=block_size,
             max_model_len=MAX_MODEL_LEN,
             vocab_size=getattr(getattr(runner, "config", None), "vocab_size", VOCAB_SIZE),

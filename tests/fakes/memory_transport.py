@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from common.errors import LayoutMismatch, PullFailed
+from common.errors import PullFailed
 from common.handoff_messages import LinkReply, PoolAddress
 from common.pages import PageKind
 from common.ranks import Ownership
@@ -118,11 +118,7 @@ class MemoryTransport:
         if self._fabric.member(source.incarnation) is None:
             raise PullFailed(f"{source.incarnation} is not in this process")
         landing = _sizes_of(self._landing)
-        try:
-            planned = plan_reads(self._held, self._rank, source.ranks, landing)
-        except LayoutMismatch as error:
-            raise PullFailed(f"cannot link to {source.incarnation}: {error.message}") from error
-        self._linked[source.incarnation] = planned
+        self._linked[source.incarnation] = plan_reads(self._held, self._rank, source.ranks, landing)
 
     def unlink(self, incarnation: str) -> None:
         self._linked.pop(incarnation, None)
