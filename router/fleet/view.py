@@ -108,6 +108,6 @@ def _misfit(worker: Worker, partners: list[Worker]) -> str | None:
     if worker.can_decode:
         return None if worker.has_session else "has no session yet"
     if partners and all(misfit(worker, w) is not None for w in partners):
-        first = partners[0]
-        return f"{first.state.role} {first.address} cannot read its pages: {misfit(worker, first)}"
+        other = partners[0]
+        return f"{other.state.role} {other.address} cannot read its pages: {misfit(worker, other)}"
     return None

@@ -56,8 +56,8 @@ def test_each_decode_worker_gets_prefill_workers_that_fit_it() -> None:
 def test_a_prefill_worker_that_nobody_can_read_says_what_differs() -> None:
     found = fleet_of(state(P, "q:1", **said(UNLIKE)), state(D, "d:1", **said(FACTS)))
     assert found.reasons()[0] == (
-        "prefill q:1: decode d:1 cannot read its pages: KV codec fp8_e5m2 at the prefill worker and "
-        "fp8_e3m4 at the decode worker: start both workers with the same --kv-codec"
+        "prefill q:1: decode d:1 cannot read its pages: KV codec fp8_e5m2 at the prefill worker "
+        "and fp8_e3m4 at the decode worker: start both workers with the same --kv-codec"
     )
 
 
