@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final
 
+from common.codecs import CODECS
 from common.pages import OFFSETS_FILE, TAG_MAGIC, PageLayout
 from common.wire import wire_message
 
@@ -34,6 +35,8 @@ class LayoutFacts:
     """What decides the last bits, where a worker promises those to others."""
     is_batch_invariant: bool = False
     """It does promise them."""
+    converts: bool = False
+    """Exact pages of another codec can land in its own."""
 
     @classmethod
     def of(
@@ -45,6 +48,7 @@ class LayoutFacts:
         offsets: bytes,
         arithmetic: str = "",
         is_batch_invariant: bool = False,
+        converts: bool = False,
     ) -> "LayoutFacts":
         return cls(
             page_format=PAGE_FORMAT,
@@ -58,14 +62,18 @@ class LayoutFacts:
             offsets=offsets.hex(),
             arithmetic=arithmetic,
             is_batch_invariant=is_batch_invariant,
+            converts=converts,
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fit:
-    """`misfit` says why pages cannot be read, and what to do; None: they can."""
+    """`misfit` says why pages cannot be read, and what to do; None: they can. `converts`: what is
+    read is exact, and sealed in the reader's codec when it lands.
+    """
 
     misfit: str | None = None
+    converts: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,13 +124,34 @@ def fit(source: LayoutFacts, reader: LayoutFacts) -> Fit:
         return Fit()
     if found[0].field in ("page_format", "model"):
         del found[1:]  # all others follow from it
+    obstacle = None
+    if {fact.field for fact in found} <= {"codec", "offsets"} and _is_sealing(source, reader):
+        obstacle = _obstacle(source, reader)
+        if obstacle is None:
+            return Fit(converts=True)
+        found = [fact for fact in found if fact.field == "codec"]
     said = ", ".join(
         f"{fact.name} {_shown(source, fact)} at the prefill worker and {_shown(reader, fact)} at "
         "the decode worker"
         for fact in found
     )
     repairs = dict.fromkeys(fact.repair for fact in found)
-    return Fit(misfit=f"{said}: {'; '.join(repairs)}")
+    because = "" if obstacle is None else f", and {obstacle}"
+    return Fit(misfit=f"{said}{because}: {'; '.join(repairs)}")
+
+
+def _is_sealing(source: LayoutFacts, reader: LayoutFacts) -> bool:
+    """Exact pages become packed ones of a codec that loses something. (Its offsets are its own.)"""
+    theirs, ours = CODECS.get(source.codec), CODECS.get(reader.codec)
+    if theirs is None or ours is None:
+        return False
+    return ours.is_quantised and not theirs.is_quantised
+
+
+def _obstacle(source: LayoutFacts, reader: LayoutFacts) -> str | None:
+    if source.is_batch_invariant or reader.is_batch_invariant:
+        return "converted pages do not keep what --batch-invariant promises"
+    return None if reader.converts else "the decode worker's device cannot convert pages"
 
 
 def _shown(facts: LayoutFacts, fact: _Fact) -> str:

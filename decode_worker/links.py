@@ -16,6 +16,7 @@ from common.layout_facts import fit
 from common.messages import PROTOCOL_VERSION, RefusedLink
 from common.pages import PageKind
 from common.rpc import Connect, Peer
+from common.scheduling.plan import ForeignPages
 from decode_worker.actions import Link
 from decode_worker.peers import AllowedPeers
 from kvtransfer.landing import LandingZone
@@ -32,8 +33,10 @@ MAX_PEERS = 1024
 MAX_REFUSED = 64
 
 
-def check_layout(ours: Identity, reply: LinkReply, address: str) -> None:
-    """Raises LayoutMismatch, with what differs and what to do."""
+def check_layout(ours: Identity, reply: LinkReply, address: str) -> ForeignPages | None:
+    """What the pages are converted from; None: they are like ours. Raises LayoutMismatch, with what
+    differs and what to do.
+    """
     if reply.protocol not in (PROTOCOL_VERSION, RANKS_PROTOCOL):
         raise LayoutMismatch(
             f"{address} speaks protocol {reply.protocol} on links, this worker "
@@ -43,11 +46,14 @@ def check_layout(ours: Identity, reply: LinkReply, address: str) -> None:
         found = fit(reply.facts, ours.facts)
         if found.misfit is not None:
             raise LayoutMismatch(f"pages of {address} cannot be read here: {found.misfit}")
+        if found.converts:
+            return ForeignPages(reply.facts.codec, reply.layout_fingerprint)
     if reply.layout_fingerprint != ours.layout_fingerprint:
         raise LayoutMismatch(
             f"KV layouts differ: {ours.layout} here, {reply.layout} at {address}; they seem to be "
             "of different releases: run the same one on both"
         )
+    return None
 
 
 class Links:
@@ -160,7 +166,7 @@ class Links:
         if old is not None and old.incarnation != reply.incarnation:
             self._transport.unlink(old.incarnation)
         try:
-            check_layout(self._identity, reply, address)
+            foreign = check_layout(self._identity, reply, address)
             await self._transport.link(reply)
         except LayoutMismatch as error:
             self._refuse(
@@ -174,6 +180,7 @@ class Links:
             round_trip_s=round_trip_s,
             shares_parameters=reply.shares_parameters,
             heartbeat_s=reply.heartbeat_s,
+            foreign=foreign,
         )
         await self._self_test(link, reply)
         self._links[address] = link

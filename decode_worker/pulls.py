@@ -112,7 +112,10 @@ class Pulls:
             first_block=pull.order.first_block,
             incarnation=link.numeric_incarnation,
             zone=self._zone,
+            foreign=link.foreign,
         )
+        if link.foreign is not None and pull.order.pages:
+            self._scheduler.keep_apart(pull.order.request_id)
         request = pull.order.request
         if link.shares_parameters and is_large(request.sampling):
             # the prefill worker may know them from another hand-off; else it asks

@@ -186,6 +186,13 @@ class BatchScheduler:
     def unpin(self, pin: Pin) -> None:
         self._flights.unpin(pin)
 
+    def keep_apart(self, request_id: RequestId) -> None:
+        """What the request's blocks hold from now on is not what this worker computes for their
+        tokens: nobody shares them.
+        """
+        for output in self._requests[request_id].outputs:
+            output.table.is_apart = True
+
     def landed(self, request_id: RequestId, num_leading: int) -> None:
         """The prompt's first `num_leading` blocks (an open last one counted) are in the pool."""
         entry = self._requests[request_id]

@@ -267,6 +267,7 @@ def layout_facts(config: EngineConfig, runner: ModelRunner) -> LayoutFacts:
         offsets=origin.offsets_hash,
         arithmetic=origin.arithmetic,
         is_batch_invariant=config.batch_invariant,
+        converts=runner.backend.converter is not None,
     )
 
 

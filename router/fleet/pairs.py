@@ -18,9 +18,9 @@ def misfit(prefill: Worker, decode: Worker) -> str | None:
         return None
     ours, theirs = decode.state, prefill.state
     if theirs.facts is not None and ours.facts is not None:
-        found = fit(theirs.facts, ours.facts).misfit
-        if found is not None:
-            return found
+        found = fit(theirs.facts, ours.facts)
+        if found.misfit is not None or found.converts:
+            return found.misfit
     return (
         f"KV is stored as {theirs.layout} in blocks of {theirs.block_size} at the prefill worker "
         f"and as {ours.layout} in blocks of {ours.block_size} at the decode worker: start both "
@@ -32,10 +32,16 @@ def other_bits(prefill: Worker, decode: Worker) -> str | None:
     """Why a prompt that `prefill` computed may be answered with other last bits than one that
     `decode` computed itself; None: with the same. For a pair that fits.
     """
-    ours, theirs = decode.state.num_ranks, prefill.state.num_ranks
-    if ours != theirs:
-        return f"ranks: {theirs} at the prefill worker, {ours} here"
-    return None
+    ours, theirs = decode.state, prefill.state
+    found = []
+    if ours.num_ranks != theirs.num_ranks:
+        found.append(f"ranks: {theirs.num_ranks} at the prefill worker, {ours.num_ranks} here")
+    facts = theirs.facts, ours.facts
+    if facts[0] is not None and facts[1] is not None and fit(facts[0], facts[1]).converts:
+        found.append(
+            f"KV codec: {facts[0].codec} at the prefill worker, converted to {facts[1].codec} here"
+        )
+    return "; ".join(found) or None
 
 
 def misfits(decode: Worker, workers: Iterable[Worker]) -> dict[str, str]:

@@ -219,6 +219,12 @@ class Worker:
         return self.metrics.registry.get_sample_value(f"tandem_{name}", labels or {}) or 0.0
 
 
+def _landing_of(runner: Any) -> Callable[[str], Any] | None:
+    """Of a real engine."""
+    pages = getattr(runner, "pages", None)
+    return None if pages is None else pages.own.landings.of
+
+
 def _num_heads(runner: Any) -> int:
     """Records of a page; the hash model's pages have one."""
     layout = getattr(runner, "layout", None)
@@ -272,7 +278,12 @@ class Fleet:
             runner, s.get("step_s", STEP_S), s.get("step_times"), s.get("logits_share", 0.1)
         )
         transport = MemoryTransport(
-            self.fabric, incarnation, runner.pool, runner.landing, alone(_num_heads(runner))
+            self.fabric,
+            incarnation,
+            runner.pool,
+            runner.landing,
+            alone(_num_heads(runner)),
+            landing_of=_landing_of(runner),
         )
         watchdog = Watchdog(LoopClock().now())
         parts = {
