@@ -28,6 +28,8 @@ class Link:
     """How often it says something while it computes; 0: not at all."""
     foreign: ForeignPages | None = None
     """Its pages are converted when they land."""
+    page_bytes: tuple[int, int] = (0, 0)
+    """Of a packed and of an exact page there."""
 
 
 # --- to routers -----------------------------------------------------------------------------------
@@ -95,7 +97,7 @@ class Read:
 
     pull: PullId
     request_id: RequestId
-    incarnation: str
+    link: Link
     read: destination.StartRead
 
 

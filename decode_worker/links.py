@@ -20,6 +20,7 @@ from common.scheduling.plan import ForeignPages
 from decode_worker.actions import Link
 from decode_worker.peers import AllowedPeers
 from kvtransfer.landing import LandingZone
+from kvtransfer.rank_reads import whole_page_bytes
 from kvtransfer.transport import PageRead, ReadEnd, Transport
 from worker.metrics import WorkerMetrics
 from worker.watch import Identity
@@ -66,7 +67,6 @@ class Links:
         connect: Connect,
         clock: Clock,
         metrics: WorkerMetrics,
-        page_bytes: int,
         allowed: AllowedPeers | None = None,
     ) -> None:
         """`allowed` None: any address."""
@@ -76,7 +76,6 @@ class Links:
         self._connect = connect
         self._clock = clock
         self._metrics = metrics
-        self._page_bytes = page_bytes
         self._allowed = allowed or AllowedPeers(None)
         self._links: dict[str, Link] = {}
         self._peers: dict[str, Peer] = {}
@@ -181,6 +180,7 @@ class Links:
             shares_parameters=reply.shares_parameters,
             heartbeat_s=reply.heartbeat_s,
             foreign=foreign,
+            page_bytes=whole_page_bytes(reply.ranks),
         )
         await self._self_test(link, reply)
         self._links[address] = link
@@ -234,6 +234,6 @@ class Links:
             raise PrefillLost(f"pages of {link.address} cannot be read")
         # virtual time may stand still meanwhile
         seconds = max(self._clock.now() - started, 1e-9)
-        rate = len(slots) * self._page_bytes / seconds
+        rate = len(slots) * link.page_bytes[PageKind.PACKED] / seconds
         self._metrics.link_bandwidth.labels(link.address).set(rate)
         log.info("link to %s is up: %.2f GB/s", link.address, rate / 1e9)

@@ -222,7 +222,7 @@ class Pulls:
         for action in actions:
             match action:
                 case destination.StartRead():
-                    read = do.Read(pull.id, request_id, pull.link.incarnation, action)
+                    read = do.Read(pull.id, request_id, pull.link, action)
                     outcomes.append(read)
                 case destination.Land(read_id=read_id):
                     pull.pins[read_id] = self._scheduler.pin(request_id)

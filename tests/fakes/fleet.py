@@ -33,7 +33,7 @@ from common.messages import (
     TokenBatch,
     pack_tokens,
 )
-from common.pages import TAG_BYTES, PageKind, PageTag, checksum
+from common.pages import TAG_BYTES, PageTag, checksum
 from common.ranks import alone
 from common.rpc import Stream
 from common.scheduling.block_hash import HashRoots
@@ -225,6 +225,19 @@ def _landing_of(runner: Any) -> Callable[[str], Any] | None:
     return None if pages is None else pages.own.landings.of
 
 
+def _facts_of(runner: Any) -> LayoutFacts:
+    pages = getattr(runner, "pages", None)
+    if pages is None:
+        return FACTS
+    return LayoutFacts.of(
+        runner.layout,
+        model=MODEL_FINGERPRINT,
+        weights="auto",
+        offsets=pages.origin.offsets_hash,
+        converts=True,
+    )
+
+
 def _num_heads(runner: Any) -> int:
     """Records of a page; the hash model's pages have one."""
     layout = getattr(runner, "layout", None)
@@ -267,7 +280,7 @@ class Fleet:
             layout_fingerprint=s.get(
                 "layout_fingerprint", getattr(runner, "layout_fingerprint", LAYOUT_FINGERPRINT)
             ),
-            facts=s.get("facts", FACTS),
+            facts=s.get("facts", _facts_of(runner)),
             num_ranks=s.get("num_ranks", 1),
             block_size=block_size,
             max_model_len=MAX_MODEL_LEN,
@@ -383,14 +396,12 @@ class Fleet:
             connect=self.network.connect_from(address),
             clock=parts["clock"],
             metrics=parts["metrics"],
-            page_bytes=1,
         )
         num_heads = _num_heads(device.runner)
         wire = Wire(
             transport=transport,
             zone=zone,
             links=links,
-            page_bytes={PageKind.PACKED: 1, PageKind.EXACT: 1},
             num_heads=num_heads,
             give_up=self.given_up.append,
         )

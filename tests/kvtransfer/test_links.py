@@ -10,8 +10,9 @@ import pytest
 from common.clock import MonotonicClock
 from common.errors import LayoutMismatch, PrefillLost, WorkerLost
 from common.handoff_messages import LinkReply
-from common.layout_facts import LayoutFacts
+from common.layout_facts import LayoutFacts, fit
 from common.rpc import Stream
+from common.scheduling.plan import ForeignPages
 from common.types import Role
 from decode_worker.links import Links, check_layout
 from decode_worker.peers import AllowedPeers
@@ -102,6 +103,42 @@ def test_workers_of_other_releases_are_told_apart() -> None:
         check_layout(IDENTITY, reply_of(FACTS, protocol=protocol), "p:1")
 
 
+CONVERTING = replace(FACTS, converts=True)
+IDENTITY_THAT_CONVERTS = replace(IDENTITY, facts=CONVERTING)
+
+
+@pytest.mark.parametrize("codec", ["bf16", "fp32"])
+def test_exact_pages_are_converted_where_that_can_be(codec: str) -> None:
+    exact = replace(FACTS, codec=codec, offsets="00" * 16)
+    reply = reply_of(exact)
+    foreign = check_layout(IDENTITY_THAT_CONVERTS, reply, "p:1")
+    assert foreign == ForeignPages(codec, b"another")
+    assert check_layout(IDENTITY_THAT_CONVERTS, reply_of(FACTS), "p:1") is None
+    assert "device cannot convert pages: start both workers with the same --kv-codec" in refusal(
+        exact
+    )
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "said"),
+    [
+        ({"codec": "int8"}, {}, "KV codec int8 .* and fp8_e4m3 .* the same --kv-codec"),
+        ({"codec": "fp32"}, {"codec": "bf16"}, "KV codec fp32 .* and bf16"),
+        ({}, {"codec": "bf16"}, "KV codec fp8_e4m3 .* and bf16"),
+        ({"codec": "bf16", "block_size": 32}, {}, "KV codec .* block size 32"),
+        ({"codec": "bf16", "weights": "int8"}, {}, "weights int8"),
+        ({"codec": "bf16", "is_batch_invariant": True}, {}, "what --batch-invariant promises"),
+        ({"codec": "bf16"}, {"is_batch_invariant": True}, "what --batch-invariant promises"),
+        ({"codec": "of the next release"}, {}, "KV codec of the next release"),
+    ],
+)
+def test_all_else_is_refused(theirs: dict[str, Any], ours: dict[str, Any], said: str) -> None:
+    found = fit(replace(FACTS, **theirs), replace(CONVERTING, **ours))
+    assert not found.converts
+    assert found.misfit is not None
+    assert re.search(said, found.misfit)
+
+
 # --- which prefill workers a route may name (T36) -------------------------------------------------
 
 
@@ -162,7 +199,6 @@ def test_t36_addresses_that_do_not_answer_are_forgotten() -> None:
         connect=lambda address: NobodyAnswers(address, opened),
         clock=MonotonicClock(),
         metrics=None,  # type: ignore[arg-type]
-        page_bytes=0,
     )
 
     async def ask() -> None:
