@@ -41,7 +41,7 @@ async def assemble(parts: Parts) -> Assembly:
     pulls = None
     if wire is not None:
         pulls = Pulls(
-            scheduler,
+            scheduler.remote,
             wire.zone,
             incarnation=parts.identity.incarnation,
             stall_s=config.handoff_stall_s,

@@ -207,11 +207,7 @@ async def _open(
     runner, sizes = await thread.run(open_runner, engine, plan, group)
     if group is not None:
         group.watch(die)
-        for rank, memory in enumerate(sizes.memory):
-            log.info(
-                "rank %d holds %.1f MB of weights and %.1f MB of pages",
-                rank, memory.weights / 1e6, memory.pages / 1e6,
-            )  # fmt: skip
+        _log_memory(sizes)
     for rank, memory in enumerate(sizes.memory):
         metrics.rank_memory.labels(str(rank), "weights").set(memory.weights)
         metrics.rank_memory.labels(str(rank), "pages").set(memory.pages)
@@ -250,6 +246,12 @@ async def _open(
         give_up=ending.give_up,
         unfit=ending.unfit,
     )
+
+
+def _log_memory(sizes: Sizes) -> None:
+    for rank, memory in enumerate(sizes.memory):
+        weights, pages = memory.weights / 1e6, memory.pages / 1e6
+        log.info("rank %d holds %.1f MB of weights and %.1f MB of pages", rank, weights, pages)
 
 
 def die(reason: str) -> None:

@@ -62,9 +62,7 @@ class WorkerMetrics:
         )
         self.landing = gauge("landing_slots", "Slots of the landing zone by state", ("state",))
         self.refused = counter("pages_refused", "Pages that were not what they had to be")
-        self.links_refused = counter(
-            "links_refused", "Links to prefill workers whose pages cannot be read here"
-        )
+        self.links_refused = counter("links_refused", "Prefill workers that cannot be read from")
         self.link_bandwidth = gauge(
             "link_bytes_per_second", "Self-test read when a link came up", ("source",)
         )

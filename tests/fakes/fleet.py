@@ -386,7 +386,7 @@ class Fleet:
         zone = LandingZone(num_packed=num_landing, num_exact=num_landing)
         identity = parts["identity"]
         stall_s = s.get("handoff_stall_s", 30.0)
-        pulls = Pulls(scheduler, zone, incarnation=identity.incarnation, stall_s=stall_s)
+        pulls = Pulls(scheduler.remote, zone, incarnation=identity.incarnation, stall_s=stall_s)
         roots = HashRoots(identity.model_fingerprint, identity.block_size)
         core = DecodeCore(parts["cache"], scheduler, roots=roots, pulls=pulls)
         links = Links(
