@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -33,6 +33,8 @@ class Cluster:
     """Options of the router and of every worker."""
     program: tuple[str, ...] = ("tandem",)
     """The module that workers run, and what stands before its options."""
+    own: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Options of single workers."""
     processes: dict[str, "subprocess.Popen[bytes]"] = field(default_factory=dict)
     url: str = ""
 
@@ -45,6 +47,7 @@ class Cluster:
             *command,
             *("--model", str(self.model), "--listen", self.addresses[name]),
             *("--metrics", f"127.0.0.1:{free_port()}", "--threads", "1", *self.options),
+            *self.own.get(name, ()),
         )
 
     def start_router(self) -> None:
@@ -123,6 +126,7 @@ def cluster(
     options: tuple[str, ...] = (),
     everywhere: tuple[str, ...] = (),
     program: tuple[str, ...] = ("tandem",),
+    own: Mapping[str, tuple[str, ...]] | None = None,
     **environment: str,
 ) -> Iterator[Cluster]:
     """Starts the named workers and a router; waits until all are in the fleet."""
@@ -134,6 +138,7 @@ def cluster(
         addresses={name: f"127.0.0.1:{free_port()}" for name in names},
         everywhere=everywhere,
         program=program,
+        own=own or {},
     )
     try:
         made.start_router()

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
+from common.layout_facts import LayoutFacts
 from common.messages import PROTOCOL_VERSION, GenerateRequest
 from common.types import PromptLogprobs, TokenLogprobs
 from common.wire import wire_message
@@ -146,3 +147,5 @@ class LinkReply:
     protocol: int = PROTOCOL_VERSION
     shares_parameters: bool = False
     ranks: tuple[PoolAddress, ...] = ()
+    facts: LayoutFacts | None = None
+    """What `layout` says in words; None: a worker of before."""

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.errors import MalformedMessage, TandemError, from_code
+from common.layout_facts import LayoutFacts
 from common.scheduling.step_time import StepTimes
 from common.types import (
     FinishReason,
@@ -90,6 +91,16 @@ class PoolLoad:
 
 @wire_message
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RefusedLink:
+    """A prefill worker whose pages a decode worker cannot read, and why."""
+
+    address: str
+    incarnation: str
+    reason: str
+
+
+@wire_message
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerState:
     """Who a worker is (fixed for an incarnation) and how busy it is."""
 
@@ -125,6 +136,11 @@ class WorkerState:
     """Why the worker wants no requests although it answers; empty when it is well."""
     heartbeat_s: float = 0.0
     """Its state comes at least that often, changed or not; 0: only when it has changed."""
+    facts: LayoutFacts | None = None
+    """What `layout` says in words; None: a worker of before."""
+    num_ranks: int = 1
+    refused_links: tuple[RefusedLink, ...] = ()
+    """At a decode worker: the latest ones."""
     protocol: int = PROTOCOL_VERSION
 
 

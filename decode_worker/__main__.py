@@ -5,7 +5,6 @@ transport.
 import logging
 
 from common.internal_tls import InternalTls
-from common.pages import PageKind
 from common.rpc import connect
 from common.scheduling.block_hash import HashRoots
 from decode_worker.core import DecodeCore
@@ -42,7 +41,7 @@ async def assemble(parts: Parts) -> Assembly:
     pulls = None
     if wire is not None:
         pulls = Pulls(
-            scheduler,
+            scheduler.remote,
             wire.zone,
             incarnation=parts.identity.incarnation,
             stall_s=config.handoff_stall_s,
@@ -81,13 +80,11 @@ async def _open_wire(parts: Parts) -> Wire:
         connect=connect if tls is None else tls.connect,
         clock=parts.clock,
         metrics=parts.metrics,
-        page_bytes=layout.packed_page_bytes,
     )
     return Wire(
         transport=transport,
         zone=zone,
         links=links,
-        page_bytes={kind: layout.page_bytes(kind) for kind in PageKind},
         num_heads=layout.num_kv_heads,
         give_up=parts.give_up,
     )

@@ -5,6 +5,7 @@ the simulator's host on virtual time.
 from dataclasses import dataclass
 from typing import NewType
 
+from common.scheduling.plan import ForeignPages
 from common.types import RequestId
 from kvtransfer import destination
 
@@ -25,6 +26,10 @@ class Link:
     """Whether it understands `ShareParams`."""
     heartbeat_s: float = 0.0
     """How often it says something while it computes; 0: not at all."""
+    foreign: ForeignPages | None = None
+    """Its pages are converted when they land."""
+    page_bytes: tuple[int, int] = (0, 0)
+    """Of a packed and of an exact page there."""
 
 
 # --- to routers -----------------------------------------------------------------------------------
@@ -92,7 +97,7 @@ class Read:
 
     pull: PullId
     request_id: RequestId
-    incarnation: str
+    link: Link
     read: destination.StartRead
 
 

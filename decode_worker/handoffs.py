@@ -16,7 +16,6 @@ from anyio.abc import TaskGroup
 from common.clock import Timer
 from common.errors import TandemError, WorkerLost
 from common.handoff_messages import PagesTaken
-from common.pages import PageKind
 from common.rpc import Stream
 from common.types import RequestId
 from common.watch_thread import until_silent
@@ -55,14 +54,13 @@ class Wire:
     transport: Transport
     zone: LandingZone
     links: Links
-    page_bytes: dict[PageKind, int]
     num_heads: int
     """Records of a page."""
     give_up: Callable[[str], None]
 
-    def num_bytes(self, read: PageRead) -> int:
+    def num_bytes(self, read: PageRead, link: Link) -> int:
         """That a read brings."""
-        whole = self.page_bytes[read.kind]
+        whole = link.page_bytes[read.kind]
         return whole * len(read.heads) // self.num_heads if read.heads else whole
 
     async def close(self) -> None:
@@ -240,14 +238,14 @@ class Handoffs:
         pull, read_id, pages = action.pull, action.read.read_id, action.read.pages
         started = self._clock.now()
         try:
-            read = self._wire.transport.read(action.incarnation, pages)
+            read = self._wire.transport.read(action.link.incarnation, pages)
         except TandemError as error:
             self._on(pull, ReadFailed(read_id=read_id, error=error))
             return
         end = await read.wait()
         self._metrics.pull_seconds.observe(self._clock.now() - started)
         self._metrics.pull_pages.inc(len(pages))
-        self._metrics.pull_bytes.inc(sum(map(self._wire.num_bytes, pages)))
+        self._metrics.pull_bytes.inc(sum(self._wire.num_bytes(page, action.link) for page in pages))
         self._events.record("pages_read", request_id=action.request_id, num_pages=len(pages))
         self._on(pull, ReadEnded(read_id=read_id, end=end))
 

@@ -6,19 +6,21 @@ one's is added.
 """
 
 import logging
-from itertools import zip_longest
 
 import anyio
 
 from common.clock import Clock
 from common.errors import LayoutMismatch, MalformedMessage, PrefillLost, TandemError, WorkerLost
 from common.handoff_messages import RANKS_PROTOCOL, LinkReply, LinkRequest
-from common.messages import PROTOCOL_VERSION
-from common.pages import OFFSETS_FILE, PageKind
+from common.layout_facts import fit
+from common.messages import PROTOCOL_VERSION, RefusedLink
+from common.pages import PageKind
 from common.rpc import Connect, Peer
+from common.scheduling.plan import ForeignPages
 from decode_worker.actions import Link
 from decode_worker.peers import AllowedPeers
 from kvtransfer.landing import LandingZone
+from kvtransfer.rank_reads import whole_page_bytes
 from kvtransfer.transport import PageRead, ReadEnd, Transport
 from worker.metrics import WorkerMetrics
 from worker.watch import Identity
@@ -29,27 +31,30 @@ LINK_TIMEOUT_S = 10.0
 SELF_TEST_PAGES = 32
 MAX_PEERS = 1024
 """Prefill workers that there are links to; a link that was dropped counts until room is needed."""
+MAX_REFUSED = 64
 
 
-def how_to_agree(ours: str, theirs: str) -> str:
-    """What to do about two layouts (`layout_text`, which ends with a hash of them) that differ."""
-    differing = [
-        mine
-        for mine, other in zip_longest(ours.split(", ")[:-1], theirs.split(", ")[:-1], fillvalue="")
-        if mine != other
-    ]
-    if not differing:
-        return "the models differ: start both workers with the same one"
-    if all(part.startswith("offsets ") for part in differing):
-        return (
-            "only the offsets do: run `tandem calibrate --model DIR --text FILE` with the same "
-            f"text on both, or copy {OFFSETS_FILE} from one model directory to the other"
+def check_layout(ours: Identity, reply: LinkReply, address: str) -> ForeignPages | None:
+    """What the pages are converted from; None: they are like ours. Raises LayoutMismatch, with what
+    differs and what to do.
+    """
+    if reply.protocol not in (PROTOCOL_VERSION, RANKS_PROTOCOL):
+        raise LayoutMismatch(
+            f"{address} speaks protocol {reply.protocol} on links, this worker "
+            f"{PROTOCOL_VERSION} and {RANKS_PROTOCOL}: run the same release on both"
         )
-    return (
-        "start both workers with the same model, --kv-codec, --block-size and --weight-dtype, and "
-        "--batch-invariant on both or neither (on both it needs the same kind of GPU and the same "
-        "--dtype)"
-    )
+    if reply.facts is not None:
+        found = fit(reply.facts, ours.facts)
+        if found.misfit is not None:
+            raise LayoutMismatch(f"pages of {address} cannot be read here: {found.misfit}")
+        if found.converts:
+            return ForeignPages(reply.facts.codec, reply.layout_fingerprint)
+    if reply.layout_fingerprint != ours.layout_fingerprint:
+        raise LayoutMismatch(
+            f"KV layouts differ: {ours.layout} here, {reply.layout} at {address}; they seem to be "
+            "of different releases: run the same one on both"
+        )
+    return None
 
 
 class Links:
@@ -62,7 +67,6 @@ class Links:
         connect: Connect,
         clock: Clock,
         metrics: WorkerMetrics,
-        page_bytes: int,
         allowed: AllowedPeers | None = None,
     ) -> None:
         """`allowed` None: any address."""
@@ -72,16 +76,24 @@ class Links:
         self._connect = connect
         self._clock = clock
         self._metrics = metrics
-        self._page_bytes = page_bytes
         self._allowed = allowed or AllowedPeers(None)
         self._links: dict[str, Link] = {}
         self._peers: dict[str, Peer] = {}
         self._locks: dict[str, anyio.Lock] = {}
+        self._refused: dict[str, RefusedLink] = {}
+
+    @property
+    def refused(self) -> tuple[RefusedLink, ...]:
+        """Prefill workers that pages can never be read from, the latest ones."""
+        return tuple(self._refused.values())
 
     async def get(self, address: str, incarnation: str | None) -> tuple[Link, Peer]:
         """With the peer that it leads to. Raises PrefillLost when it is gone or another
         incarnation, LayoutMismatch, PullFailed.
         """
+        refused = self._refused.get(address)
+        if refused is not None and refused.incarnation == incarnation:
+            raise LayoutMismatch(refused.reason)
         lock = self._locks.setdefault(address, anyio.Lock())
         try:
             async with lock:
@@ -100,6 +112,14 @@ class Links:
         if self._links.get(link.address) == link:
             del self._links[link.address]
             self._transport.unlink(link.incarnation)
+
+    def _refuse(self, refused: RefusedLink) -> None:
+        self._metrics.links_refused.inc()
+        log.error("no link to %s: %s", refused.address, refused.reason)
+        self._refused.pop(refused.address, None)
+        self._refused[refused.address] = refused
+        if len(self._refused) > MAX_REFUSED:
+            del self._refused[next(iter(self._refused))]
 
     async def _forget_unused(self, address: str, lock: anyio.Lock | None) -> None:
         """Of an address that has no link, and that nobody is making one to, nothing is kept."""
@@ -140,15 +160,18 @@ class Links:
             raise PrefillLost(f"no link to the prefill worker: {error.message}") from error
         if bound.cancelled_caught:
             raise PrefillLost(f"the prefill worker at {address} does not answer")
-        if reply.layout_fingerprint != self._identity.layout_fingerprint:
-            raise LayoutMismatch(
-                f"KV layouts differ: {self._identity.layout} here, {reply.layout} at {address}; "
-                f"{how_to_agree(self._identity.layout, reply.layout)}"
-            )
+        self._refused.pop(address, None)
         old = self._links.pop(address, None)
         if old is not None and old.incarnation != reply.incarnation:
             self._transport.unlink(old.incarnation)
-        await self._transport.link(reply)
+        try:
+            foreign = check_layout(self._identity, reply, address)
+            await self._transport.link(reply)
+        except LayoutMismatch as error:
+            self._refuse(
+                RefusedLink(address=address, incarnation=reply.incarnation, reason=error.message)
+            )
+            raise
         link = Link(
             address=address,
             incarnation=reply.incarnation,
@@ -156,6 +179,8 @@ class Links:
             round_trip_s=round_trip_s,
             shares_parameters=reply.shares_parameters,
             heartbeat_s=reply.heartbeat_s,
+            foreign=foreign,
+            page_bytes=whole_page_bytes(reply.ranks),
         )
         await self._self_test(link, reply)
         self._links[address] = link
@@ -174,8 +199,7 @@ class Links:
             reply = await stream.receive()
         finally:
             stream.cancel()
-        protocols = (PROTOCOL_VERSION, RANKS_PROTOCOL)
-        if not isinstance(reply, LinkReply) or reply.protocol not in protocols:
+        if not isinstance(reply, LinkReply):
             raise MalformedMessage(f"{address} does not speak protocol {PROTOCOL_VERSION}")
         return reply
 
@@ -210,6 +234,6 @@ class Links:
             raise PrefillLost(f"pages of {link.address} cannot be read")
         # virtual time may stand still meanwhile
         seconds = max(self._clock.now() - started, 1e-9)
-        rate = len(slots) * self._page_bytes / seconds
+        rate = len(slots) * link.page_bytes[PageKind.PACKED] / seconds
         self._metrics.link_bandwidth.labels(link.address).set(rate)
         log.info("link to %s is up: %.2f GB/s", link.address, rate / 1e9)

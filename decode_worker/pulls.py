@@ -28,7 +28,7 @@ from decode_worker.actions import Action, Link, PullId
 from decode_worker.entries import Facts
 from decode_worker.flights import Pin
 from decode_worker.pull_order import PullOrder
-from decode_worker.scheduler import BatchScheduler
+from decode_worker.remote_prompts import RemotePrompts
 from kvtransfer import destination
 from kvtransfer.destination import HandoffDestination
 from kvtransfer.landing import LandingZone
@@ -72,10 +72,10 @@ class _Pull:
 
 class Pulls:
     def __init__(
-        self, scheduler: BatchScheduler, zone: LandingZone, *, incarnation: str, stall_s: float
+        self, prompts: RemotePrompts, zone: LandingZone, *, incarnation: str, stall_s: float
     ) -> None:
         """A hand-off whose reads bring nothing for `stall_s` is given up."""
-        self._scheduler = scheduler
+        self._prompts = prompts
         self._zone = zone
         self._stall_s = stall_s
         self._pulls: dict[PullId, _Pull] = {}
@@ -112,7 +112,10 @@ class Pulls:
             first_block=pull.order.first_block,
             incarnation=link.numeric_incarnation,
             zone=self._zone,
+            foreign=link.foreign,
         )
+        if link.foreign is not None and pull.order.pages:
+            self._prompts.keep_apart(pull.order.request_id)
         request = pull.order.request
         if link.shares_parameters and is_large(request.sampling):
             # the prefill worker may know them from another hand-off; else it asks
@@ -156,7 +159,7 @@ class Pulls:
         if pull is None:
             return []
         if isinstance(fact, destination.Landed):
-            self._scheduler.unpin(pull.pins.pop(fact.read_id))
+            self._prompts.unpin(pull.pins.pop(fact.read_id))
         outcomes = self._on(pull, fact, now)
         self._forget_if_quiet(pull)
         return outcomes
@@ -195,7 +198,7 @@ class Pulls:
         pull.first_tokens_at = now
         request_id = pull.order.request_id
         note = do.NoteFirstTokens(request_id, pull.destination.num_missing)
-        facts = self._scheduler.first_tokens(request_id, message)
+        facts = self._prompts.first_tokens(request_id, message)
         if request_id in facts.ended:
             return [note, Sampled(facts)]
         return [note, Sampled(facts), *self._on(pull, destination.FirstTokensKnown(), now)]
@@ -219,13 +222,13 @@ class Pulls:
         for action in actions:
             match action:
                 case destination.StartRead():
-                    read = do.Read(pull.id, request_id, pull.link.incarnation, action)
+                    read = do.Read(pull.id, request_id, pull.link, action)
                     outcomes.append(read)
                 case destination.Land(read_id=read_id):
-                    pull.pins[read_id] = self._scheduler.pin(request_id)
+                    pull.pins[read_id] = self._prompts.pin(request_id)
                     outcomes.append(do.Land(pull.id, request_id, action))
                 case destination.Acknowledge(blocks=blocks, num_leading=num_leading):
-                    self._scheduler.landed(request_id, num_leading)
+                    self._prompts.landed(request_id, num_leading)
                     outcomes.append(do.Send(pull.id, PagesTaken(blocks=blocks)))
                 case destination.Complete():
                     outcomes += self._complete(pull, pull.link, now)
@@ -240,7 +243,7 @@ class Pulls:
         self._num_handoffs += 1
         weight = max(HANDOFF_WEIGHT, 1 / self._num_handoffs)
         self.handoff_s += weight * (exposed_s + link.round_trip_s - self.handoff_s)
-        self._scheduler.landed_all(pull.order.request_id)
+        self._prompts.landed_all(pull.order.request_id)
         self._over(pull)
         return [do.NotePulled(pull.order.request_id, exposed_s), do.Finish(pull.id)]
 

@@ -22,7 +22,6 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from common.handoff_messages import FirstTokens
 from common.messages import Admitted, GenerateRequest
 from common.scheduling.block_hash import HashChain
 from common.scheduling.kv_cache import KvCache
@@ -33,9 +32,10 @@ from common.types import OutputKey, RequestId
 from decode_worker.admission import Admission
 from decode_worker.chunk_limit import ChunkLimit
 from decode_worker.entries import Entry, Facts, State
-from decode_worker.flights import Flights, Pin
+from decode_worker.flights import Flights
 from decode_worker.local_prompts import LocalPrompts
 from decode_worker.pull_order import PullOrder
+from decode_worker.remote_prompts import RemotePrompts
 from decode_worker.requests import Requests
 from decode_worker.running import Decodes, RunningSet
 
@@ -76,6 +76,7 @@ class BatchScheduler:
         self._running = RunningSet(cache, self._flights)
         self._requests = Requests(self._flights, self._admission, self._queue, self._running)
         self._local = LocalPrompts(cache, self._queue, self._requests)
+        self.remote = RemotePrompts(cache, self._flights, self._requests)
         self._steps = 0
 
     @property
@@ -165,39 +166,6 @@ class BatchScheduler:
         entry.move(State.REMOTE)
         self._admission.away(entry, now)
         return PullOrder.of(entry, self._cache.block_size)
-
-    def first_tokens(self, request_id: RequestId, tokens: FirstTokens) -> Facts:
-        """The prefill worker's samples, one for each output. Forwarded at once; the pages may land
-        later.
-        """
-        entry = self._requests[request_id]
-        assert entry.state is State.REMOTE
-        assert not entry.has_first_tokens
-        facts = Facts()
-        num_cached_tokens = max(tokens.num_cached_tokens, entry.num_cached_tokens)
-        facts.prefilled.append(entry.prefilled(num_cached_tokens, tokens.prompt_logprobs))
-        self._requests.take_first(entry, tokens.token_ids, tokens.logprobs, facts)
-        return facts
-
-    def pin(self, request_id: RequestId) -> Pin:
-        """A landing is about to write the prompt's blocks: they are not freed before `unpin`."""
-        return self._flights.pin(self._requests[request_id])
-
-    def unpin(self, pin: Pin) -> None:
-        self._flights.unpin(pin)
-
-    def landed(self, request_id: RequestId, num_leading: int) -> None:
-        """The prompt's first `num_leading` blocks (an open last one counted) are in the pool."""
-        entry = self._requests[request_id]
-        assert entry.table is not None
-        num_full = min(num_leading, entry.num_tokens // self._cache.block_size)
-        self._cache.name(entry.table, entry.chain.full, num_full)
-
-    def landed_all(self, request_id: RequestId) -> None:
-        """Every page of the prompt is in the pool: with its first tokens, the request can run."""
-        entry = self._requests[request_id]
-        entry.has_landed = True
-        self._requests.run_if_ready(entry)
 
     # --- steps ---------------------------------------------------------------------------------
 

@@ -104,7 +104,12 @@ class DecodeService:
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
         self._handoffs = None if wire is None else Handoffs(context, core, wire, self._report)
-        self.watch = WatchService(self._identity, core.load, context.cache.feed)
+        self.watch = WatchService(
+            self._identity,
+            core.load,
+            context.cache.feed,
+            (lambda: ()) if wire is None else lambda: wire.links.refused,
+        )
         self._check = SelfCheck(
             device=self._device,
             cache=context.cache,

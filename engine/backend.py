@@ -7,8 +7,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from common.codecs import ElementKind
 from common.errors import ConfigError
 from common.model_config import ModelConfig
+from common.pages import PageKind
 from engine.batch import StepBatch
 
 if TYPE_CHECKING:
@@ -54,6 +56,24 @@ class Backend(Protocol):
         tags: NDArray[np.uint8],
     ) -> tuple[NDArray[np.bool_], NDArray[np.uint64]]:
         """As `engine.kernels.cpu.landing.land`."""
+        ...
+
+    @property
+    def converter(self) -> "Converter | None":
+        """Lands exact pages of another codec in its own; None: that is not done here."""
+        ...
+
+
+class Converter(Protocol):
+    def __call__(
+        self,
+        source: Tensor,
+        element: ElementKind,
+        kind: PageKind,
+        moves: NDArray[np.int64],
+        tags: NDArray[np.uint8],
+    ) -> tuple[NDArray[np.bool_], NDArray[np.uint64]]:
+        """As `engine.kernels.cpu.convert.land_converted`, into the pool."""
         ...
 
 

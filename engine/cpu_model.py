@@ -10,11 +10,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from common.codecs import ElementKind
 from common.model_config import ModelConfig
+from common.pages import PageKind
+from engine.backend import Converter
 from engine.batch import MAX_RUN_TOKENS, StepBatch
 from engine.cpu_weights import CpuWeights
 from engine.kernels.cpu import forward as k
 from engine.kernels.cpu.attention import scratch_floats
+from engine.kernels.cpu.convert import land_converted
 from engine.kernels.cpu.int8_weights import WIDE_FLOATS
 from engine.kernels.cpu.landing import land
 from engine.kernels.cpu.pages import checksum_of, pages_of
@@ -113,6 +117,20 @@ class CpuModel:
         tags: NDArray[np.uint8],
     ) -> tuple[NDArray[np.bool_], NDArray[np.uint64]]:
         return land(source, target, slots, block_ids, tags)
+
+    @property
+    def converter(self) -> Converter:
+        return self._land_converted
+
+    def _land_converted(
+        self,
+        source: Tensor,
+        element: ElementKind,
+        kind: PageKind,
+        moves: NDArray[np.int64],
+        tags: NDArray[np.uint8],
+    ) -> tuple[NDArray[np.bool_], NDArray[np.uint64]]:
+        return land_converted(source, element, kind, moves, tags, self._pages)
 
     def _reserve(self, tokens: int) -> None:
         """Workspaces for this many rows; a board has room for a certain number of them."""

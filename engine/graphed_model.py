@@ -60,6 +60,10 @@ class GraphedModel:
     def checksums(self, pages: Tensor, which: Tensor) -> Tensor:
         return self._model.checksums(pages, which)
 
+    @property
+    def converter(self) -> None:
+        return None
+
     def land(
         self,
         source: Tensor,

@@ -5,10 +5,13 @@ Index i of a tensor is page i, so a descriptor for the transport is a base addre
 """
 
 import mmap
+import threading
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from common.codecs import codec_named
 from common.pages import PageKind, PageLayout
 
 
@@ -32,6 +35,30 @@ class PageArena:
     @property
     def num_bytes(self) -> int:
         return self.packed.numel() + self.exact.numel()
+
+
+class LandingArenas:
+    """A landing zone: pages like the worker's own, and, made when they are wanted first, such of
+    other codecs. A slot has the same number in all of them, and is used in one at a time.
+    """
+
+    def __init__(self, own: PageArena) -> None:
+        self._own = own
+        self._lock = threading.Lock()
+        self._foreign: dict[str, PageArena] = {}
+
+    def of(self, codec: str) -> PageArena:
+        """May be called from any thread."""
+        own = self._own
+        if codec == own.layout.codec.name:
+            return own
+        with self._lock:
+            if codec not in self._foreign:
+                layout = replace(own.layout, codec=codec_named(codec))
+                sizes = len(own.packed), len(own.exact)
+                device = str(own.packed.device)
+                self._foreign[codec] = PageArena(layout, *sizes, device)
+            return self._foreign[codec]
 
 
 def _zeroed(num_pages: int, page_bytes: int, device: str) -> Tensor:

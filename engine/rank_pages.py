@@ -6,16 +6,18 @@ arguments are columns, so that they can be sent to another rank as they are.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from common.pages import TAG_BYTES, PageKind, PageTag, tag_mismatch, with_heads
 from engine.backend import Backend
 from engine.device_inputs import InputBuffer
-from engine.pools import PageArena
+from engine.pools import LandingArenas, PageArena
 
 NUM_SENT = 16
 """Host buffers: a step sends at most six things beside its batch, and two steps may be under way.
@@ -33,6 +35,7 @@ class RankPages:
         assert pool.layout.num_kv_heads == len(heads)
         self.pool = pool
         self.landing = landing
+        self.landings = LandingArenas(landing)
         self.heads = tuple(heads)
         self.sender = InputBuffer(pool.packed.device, num_host_buffers=NUM_SENT)
         self._beside: Any = None
@@ -88,38 +91,82 @@ class RankPages:
         """Check first, copy then, record by record; their tags stay behind, since this worker has
         not vouched for them. `heads`: whose records are wanted of each page; empty: all.
         """
-        of_heads = with_heads(tags, self.heads)
-        from_records, to_records = self._records(slots), self._records(pages)
-        is_wanted = self._wanted(heads)
-        if is_wanted is not None:
-            of_heads = of_heads[is_wanted]
-            from_records, to_records = from_records[is_wanted], to_records[is_wanted]
-        if not len(of_heads):
+        wanted = self._wanted(slots, tags, heads)
+        if not len(wanted.tags):
             return []
         source = self.landing.records(kind).flatten(0, 1)
         target = self.pool.records(kind).flatten(0, 1)
+        to_records = pages[wanted.numbers] * len(self.heads) + wanted.places
         with torch.cuda.stream(self._beside):
-            accepted, sums = backend.land(source, target, from_records, to_records, of_heads)
-        if accepted.all():
-            return []
-        numbers = np.repeat(np.arange(len(slots)), len(self.heads))
-        numbers = numbers if is_wanted is None else numbers[is_wanted]
-        found = []
-        for row in np.flatnonzero(~accepted).tolist():
-            wanted = PageTag.unpack(of_heads[row].tobytes())
-            tag = source[from_records[row], -TAG_BYTES:].cpu().numpy().tobytes()
-            mismatch = tag_mismatch(PageTag.unpack(tag), wanted.with_checksum(int(sums[row])))
-            found.append((int(numbers[row]), wanted.head, str(mismatch)))
-        return found
+            accepted, sums = backend.land(source, target, wanted.records, to_records, wanted.tags)
+        return wanted.mismatches(source, accepted, sums)
 
-    def _wanted(self, heads: Sequence[Sequence[int]]) -> NDArray[np.bool_] | None:
-        """[pages * heads of this rank]; None where all are."""
-        if not any(heads):
-            return None
-        rows = [[not wanted or head in wanted for head in self.heads] for wanted in heads]
-        return np.array(rows, dtype=np.bool_).reshape(-1)
+    def convert(
+        self,
+        kind: PageKind,
+        codec: str,
+        slots: NDArray[np.int64],
+        places: NDArray[np.int64],
+        tags: NDArray[np.uint8],
+        heads: Sequence[Sequence[int]],
+        backend: Backend,
+    ) -> list[Mismatch]:
+        """As `land`, of pages of another codec: what is copied is made anew in this worker's.
+        `places` [pages, 2] are the pages, and the numbers of their blocks.
+        """
+        wanted = self._wanted(slots, tags, heads)
+        if not len(wanted.tags):
+            return []
+        landing = self.landings.of(codec)
+        source = landing.records(kind).flatten(0, 1)
+        pages, blocks = places[wanted.numbers].T
+        moves = np.ascontiguousarray(
+            np.stack([wanted.records, pages, wanted.places, blocks], axis=1)
+        )
+        assert backend.converter is not None, "such a link is refused"
+        element = landing.layout.element_kind(kind)
+        accepted, sums = backend.converter(source, element, kind, moves, wanted.tags)
+        return wanted.mismatches(source, accepted, sums)
+
+    def _wanted(
+        self, slots: NDArray[np.int64], tags: NDArray[np.uint8], heads: Sequence[Sequence[int]]
+    ) -> "_Wanted":
+        """The records of this rank that are wanted of pages in these slots."""
+        count = len(self.heads)
+        numbers = np.repeat(np.arange(len(slots)), count)
+        places = np.tile(np.arange(count), len(slots))
+        of_heads = with_heads(tags, self.heads)
+        if any(heads):
+            rows = [[not wanted or head in wanted for head in self.heads] for wanted in heads]
+            is_wanted = np.array(rows, dtype=np.bool_).reshape(-1)
+            numbers, places, of_heads = numbers[is_wanted], places[is_wanted], of_heads[is_wanted]
+        return _Wanted(numbers, places, slots[numbers] * count + places, of_heads)
 
     def _records(self, pages: NDArray[np.int64]) -> NDArray[np.int64]:
         """Numbers of all records of these pages, in an arena that is seen as records."""
         count = len(self.heads)
         return (pages[:, None] * count + np.arange(count)).reshape(-1)
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """Records in a landing zone, and what each must be."""
+
+    numbers: NDArray[np.int64]
+    """Of their pages, among those that land."""
+    places: NDArray[np.int64]
+    """Of their heads, in a page."""
+    records: NDArray[np.int64]
+    """Where they are, in an arena that is seen as records."""
+    tags: NDArray[np.uint8]
+
+    def mismatches(
+        self, source: Tensor, accepted: NDArray[np.bool_], sums: NDArray[np.uint64]
+    ) -> list[Mismatch]:
+        found = []
+        for row in np.flatnonzero(~accepted).tolist():
+            wanted = PageTag.unpack(self.tags[row].tobytes())
+            tag = source[self.records[row], -TAG_BYTES:].cpu().numpy().tobytes()
+            mismatch = tag_mismatch(PageTag.unpack(tag), wanted.with_checksum(int(sums[row])))
+            found.append((int(self.numbers[row]), wanted.head, str(mismatch)))
+        return found

@@ -155,6 +155,10 @@ class TritonModel:
     def checksums(self, pages: Tensor, which: Tensor) -> Tensor:
         return checksums(pages, which)
 
+    @property
+    def converter(self) -> None:
+        return None
+
     def land(
         self,
         source: Tensor,

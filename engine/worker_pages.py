@@ -9,11 +9,17 @@ from dataclasses import dataclass
 import numpy as np
 
 from common.pages import PageKind, tags_of
-from common.scheduling.plan import LandingMove, LandingResult, Refused, TagOrder
+from common.scheduling.plan import (
+    ForeignPages,
+    LandingMove,
+    LandingResult,
+    Refused,
+    TagOrder,
+)
 from common.types import BlockId
 from engine.backend import Backend
 from engine.rank_pages import Mismatch, RankPages
-from engine.ranks.commands import Clear, Copy, Erase, Land, Settle, Tag
+from engine.ranks.commands import Clear, Convert, Copy, Erase, Land, Settle, Tag
 from engine.ranks.followers import ALONE, Followers
 
 
@@ -85,29 +91,40 @@ class WorkerPages:
         not vouched for them.
         """
         refusals: list[Refused | None] = [None] * len(moves)
-        for kind in PageKind:
-            of_kind = [index for index, move in enumerate(moves) if move.kind is kind]
-            if of_kind:
-                for number, refused in self._land(kind, [moves[i] for i in of_kind], backend):
-                    refusals[of_kind[number]] = refused
+        groups: dict[tuple[PageKind, ForeignPages | None], list[int]] = {}
+        for index, move in enumerate(moves):
+            groups.setdefault((move.kind, move.foreign), []).append(index)
+        for (kind, foreign), indexes in groups.items():
+            for number, refused in self._land(kind, foreign, [moves[i] for i in indexes], backend):
+                refusals[indexes[number]] = refused
         return LandingResult(refusals=tuple(refusals))
 
     def _land(
-        self, kind: PageKind, moves: Sequence[LandingMove], backend: Backend
+        self,
+        kind: PageKind,
+        foreign: ForeignPages | None,
+        moves: Sequence[LandingMove],
+        backend: Backend,
     ) -> list[tuple[int, Refused]]:
-        """Of moves of one kind: what was refused, by the move's number."""
+        """Of moves of one kind and form: what was refused, by the move's number."""
         slots = np.array([move.slot for move in moves], dtype=np.int64)
-        pages = np.array([move.block_id for move in moves], dtype=np.int64)
         tags = tags_of(
             [move.content_hash for move in moves],
-            self.origin.fingerprint,
+            self.origin.fingerprint if foreign is None else foreign.fingerprint,
             [move.num_tokens for move in moves],
             [move.incarnation for move in moves],
             [move.generation for move in moves],
         )
         heads = tuple(move.heads for move in moves)
-        asked = self._followers.ask(Land(kind, slots, pages, tags, heads))
-        found = self.own.land(kind, slots, pages, tags, heads, backend)
+        if foreign is None:
+            pages = np.array([move.block_id for move in moves], dtype=np.int64)
+            asked = self._followers.ask(Land(kind, slots, pages, tags, heads))
+            found = self.own.land(kind, slots, pages, tags, heads, backend)
+        else:
+            codec = foreign.codec
+            places = np.array([(move.block_id, move.block) for move in moves], dtype=np.int64)
+            asked = self._followers.ask(Convert(kind, codec, slots, places, tags, heads))
+            found = self.own.convert(kind, codec, slots, places, tags, heads, backend)
         return merged([*found, *(mismatch for part in asked.answers() for mismatch in part)])
 
 

@@ -18,7 +18,7 @@ from enum import Enum, auto
 
 from common.errors import MalformedMessage, PageRefused, PrefillLost, PullFailed, TandemError
 from common.handoff_messages import PagesReady
-from common.scheduling.plan import LandingMove, Refused
+from common.scheduling.plan import ForeignPages, LandingMove, Refused
 from common.scheduling.prompt_pages import PromptPage
 from common.types import BlockId
 from kvtransfer.landing import LandingZone, Slot
@@ -147,6 +147,8 @@ class HandoffDestination:
     first_block: int
     incarnation: int
     zone: LandingZone
+    foreign: ForeignPages | None = None
+    """What the source's pages are, where they are converted."""
     state: State = State.PULLING
     _next_announced: int = 0
     _wanted: deque[_Announced] = field(default_factory=deque)
@@ -266,6 +268,8 @@ class HandoffDestination:
             incarnation=self.incarnation,
             generation=page.generation,
             heads=page.heads,
+            block=page.index,
+            foreign=self.foreign,
         )
 
     def _landed(self, read_id: int, refusals: Sequence[Refused | None]) -> list[Action]:

@@ -41,15 +41,19 @@ def open_agent(name: str, arenas: Sequence[Any]) -> Any:
     try:
         agent = _PacedAgent(name, nixl_agent_config(backends=["UCX"]))
         for arena in arenas:
-            for tensor in (arena.packed, arena.exact):
-                if tensor.numel():
-                    agent.register_memory([tensor])
+            register(agent, arena)
     except Exception as error:
         raise ConfigError(
             f"NIXL cannot start: {error} (UCX_TLS is {os.environ.get('UCX_TLS', 'not set')}). "
             "Allow a lane that reports peer failure, for example UCX_TLS=tcp,self"
         ) from error
     return agent
+
+
+def register(agent: Any, arena: Any) -> None:
+    for tensor in (arena.packed, arena.exact):
+        if tensor.numel():
+            agent.register_memory([tensor])
 
 
 def address_of(arena: Any, heads: tuple[int, ...], name: str, metadata: bytes) -> PoolAddress:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from common.errors import LayoutMismatch, PullFailed
+from common.errors import PullFailed
 from common.handoff_messages import LinkReply, PoolAddress
 from common.ranks import Ownership
 from kvtransfer.descriptors import regions_of
@@ -31,6 +31,7 @@ from kvtransfer.nixl_agent import (
     add_remote,
     address_of,
     open_agent,
+    register,
 )
 from kvtransfer.rank_reads import PartRead, PlannedReads, plan_reads
 from kvtransfer.thread_futures import reject, resolve
@@ -48,6 +49,8 @@ class _Source:
 
     incarnation: str
     planned: PlannedReads
+    slots: Rows
+    """Where its pages land."""
     rows: dict[int, Rows]
     """Of the pools of these ranks."""
     is_gone: bool = False
@@ -99,10 +102,15 @@ class NixlTransport:
         landing: Any,
         held: Ownership = ((0,),),
         rank: int = 0,
+        landing_of: Callable[[str], Any] | None = None,
     ) -> None:
+        """`landing_of` gives the arena that pages of a codec land in, if that is not always
+        `landing`.
+        """
         self._name = f"{incarnation}.{rank}" if rank else incarnation
         self._pool = pool
         self._landing = landing
+        self._landing_of = landing_of
         self._held = held
         self._rank = rank
         self._jobs: deque[Callable[[], None]] = deque()
@@ -111,7 +119,8 @@ class NixlTransport:
         self._state = _State()
         self._address: PoolAddress
         self._agent: Any
-        self._slots: Rows
+        self._slots: dict[int, Rows] = {}
+        """Of the arenas that pages land in."""
         self._known: dict[str, _Source] = {}
         self._thread = threading.Thread(target=self._run, name="nixl", daemon=True)
 
@@ -128,11 +137,13 @@ class NixlTransport:
     async def link(self, source: LinkReply) -> None:
         if source.incarnation in self._known:
             return
-        try:
-            planned = plan_reads(self._held, self._rank, source.ranks, regions_of(self._landing))
-        except LayoutMismatch as error:
-            raise PullFailed(f"cannot link to {source.incarnation}: {error.message}") from error
-        self._known[source.incarnation] = await self._call(lambda: self._add(source, planned))
+        arena = self._landing
+        if self._landing_of is not None and source.facts is not None:
+            arena = self._landing_of(source.facts.codec)
+        planned = plan_reads(self._held, self._rank, source.ranks, regions_of(arena))
+        self._known[source.incarnation] = await self._call(
+            lambda: self._add(source, planned, arena)
+        )
 
     def unlink(self, incarnation: str) -> None:
         source = self._known.pop(incarnation, None)
@@ -162,25 +173,37 @@ class NixlTransport:
 
     def _create(self) -> None:
         self._agent = open_agent(self._name, (self._pool, self._landing))
+        self._slots[id(self._landing)] = self._rows_of(self._landing)
         heads = self._held[self._rank]
         metadata = self._agent.get_agent_metadata()
         self._address = address_of(self._pool, heads, self._name, metadata)
-        slots = address_of(self._landing, heads, OURSELVES, b"")
-        self._slots = Rows(self._agent, OURSELVES, slots)
 
-    def _add(self, reply: LinkReply, planned: PlannedReads) -> _Source:
+    def _rows_of(self, arena: Any) -> Rows:
+        heads = self._held[self._rank]
+        return Rows(self._agent, OURSELVES, address_of(arena, heads, OURSELVES, b""))
+
+    def _slots_of(self, arena: Any) -> Rows:
+        slots = self._slots.get(id(arena))
+        if slots is None:
+            register(self._agent, arena)
+            slots = self._slots[id(arena)] = self._rows_of(arena)
+        return slots
+
+    def _add(self, reply: LinkReply, planned: PlannedReads, arena: Any) -> _Source:
         known = self._state.sources.get(reply.incarnation)
         if known is not None:
             return known
-        source = _Source(reply.incarnation, planned, {})
+        source = None
         try:
+            source = _Source(reply.incarnation, planned, self._slots_of(arena), {})
             for part in planned.sources:
                 rows = source.rows[part.rank] = add_remote(self._agent, reply.ranks[part.rank])
                 here, there = planned.cuts(part)
-                self._slots.prepared(here)
+                source.slots.prepared(here)
                 rows.prepared(there)
         except Exception as error:
-            _forget(source)
+            if source is not None:
+                _forget(source)
             raise PullFailed(f"cannot link to {reply.incarnation}: {error}") from error
         self._state.sources[reply.incarnation] = source
         return source
@@ -210,7 +233,7 @@ class NixlTransport:
     def _start_part(self, read: NixlRead, part: PartRead) -> None:
         transfer = _Transfer(read, None)
         try:
-            local = self._slots.prepared(part.here)
+            local = read.source.slots.prepared(part.here)
             remote = read.source.rows[part.rank].prepared(part.there)
             transfer.handle = self._agent.make_prepped_xfer(
                 "READ", local, part.local, remote, part.remote

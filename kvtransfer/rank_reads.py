@@ -124,6 +124,16 @@ def plan_reads(
     )
 
 
+def whole_page_bytes(pools: Sequence[PoolAddress]) -> tuple[int, int]:
+    """Bytes of a packed and of an exact page with the records of all heads, of a worker that can be
+    read from.
+    """
+    num_heads = len({head for pool in pools for head in pool.heads})
+    (_, packed, _), (_, exact, _) = pools[0].pages
+    num_here = len(pools[0].heads)
+    return packed // num_here * num_heads, exact // num_here * num_heads
+
+
 def _check_records(mine: Sequence[int], pool: PoolAddress, landing: Sequence[Region]) -> None:
     for (_, ours, _), (_, theirs, _) in zip(landing, pool.pages, strict=True):
         if ours * len(pool.heads) != theirs * len(mine):

@@ -64,7 +64,9 @@ class Transport(Protocol):
         ...
 
     async def link(self, source: LinkReply) -> None:
-        """Makes reads from that incarnation possible. A repeat is a no-op. Raises PullFailed."""
+        """Makes reads from that incarnation possible. A repeat is a no-op. Raises LayoutMismatch
+        where they can never be, PullFailed where they cannot be now.
+        """
         ...
 
     def unlink(self, incarnation: str) -> None:

@@ -27,4 +27,5 @@ def link_reply(identity: Identity, ranks: tuple[PoolAddress, ...]) -> LinkReply:
         heartbeat_s=HEARTBEAT_S,
         protocol=PROTOCOL_VERSION if is_alone else RANKS_PROTOCOL,
         ranks=ranks,
+        facts=identity.facts,
     )

@@ -120,7 +120,8 @@ def kernel_fingerprint() -> str:
 
 def compile_kernels() -> None:
     """The compiled code goes to numba's cache, where every worker finds it."""
-    command = [str(PYTHON), "-c", "import engine.kernels.cpu.forward, engine.kernels.cpu.landing"]
+    modules = (f"engine.kernels.cpu.{name}" for name in ("forward", "landing", "convert"))
+    command = [str(PYTHON), "-c", f"import {', '.join(modules)}"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         lines = done.stderr.strip().splitlines()[-3:]

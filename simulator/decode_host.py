@@ -301,5 +301,5 @@ def _core_of(setup: WorkerSetup, cache: KvCache, incarnation: str) -> DecodeCore
         cache,
         scheduler,
         roots=HashRoots(MODEL_FINGERPRINT, setup.layout.block_size),
-        pulls=Pulls(scheduler, zone, incarnation=incarnation, stall_s=math.inf),
+        pulls=Pulls(scheduler.remote, zone, incarnation=incarnation, stall_s=math.inf),
     )

@@ -8,8 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
+from common.layout_facts import LayoutFacts
 from common.messages import KvEvents, WorkerState
-from common.pages import PageKind, PageLayout
+from common.pages import NO_FINGERPRINT, PageKind, PageLayout
 from common.scheduling.kv_cache import KvCache
 from common.scheduling.plan import StepPlan, StepResult
 from common.scheduling.step_time import StepTimes
@@ -70,6 +71,9 @@ class Host:
             model_fingerprint=MODEL_FINGERPRINT,
             layout=setup.layout.codec.name,
             layout_fingerprint=setup.layout.fingerprint(MODEL_FINGERPRINT),
+            facts=LayoutFacts.of(
+                setup.layout, model=MODEL_FINGERPRINT, weights="auto", offsets=NO_FINGERPRINT
+            ),
             block_size=setup.layout.block_size,
             max_model_len=setup.max_model_len,
             vocab_size=2**31 - 1,

@@ -76,7 +76,10 @@ def serve(end: socket.socket, start: RankStart, rank: Rank) -> None:
     config = start.config
     held = ownership(config.shares(config.load_model()))
     name = f"{config.incarnation:016x}-{start.rank}"
-    transport = NixlTransport(name, rank.pages.pool, rank.pages.landing, held, start.rank)
+    pages = rank.pages
+    transport = NixlTransport(
+        name, pages.pool, pages.landing, held, start.rank, landing_of=pages.landings.of
+    )
     try:
         asyncio.run(serve_transfers(end, transport))
     except Exception as error:

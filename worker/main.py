@@ -21,6 +21,7 @@ from common.clock import Clock, MonotonicClock
 from common.errors import ConfigError, InternalError, TandemError, UnsupportedModel
 from common.events import EventLog, open_events
 from common.internal_tls import InternalTls, may_call
+from common.layout_facts import LayoutFacts
 from common.metrics_server import MetricsServer, serve_metrics
 from common.model_config import ModelConfig
 from common.pages import PageLayout
@@ -32,6 +33,7 @@ from common.scheduling.step_time import StepTimes
 from common.types import Role
 from common.watch_thread import UNFIT, WatchThread
 from common.watchdog import START_BOUND_S
+from engine.config import EngineConfig
 from engine.device import EngineDevice
 from engine.device_thread import DeviceThread
 from engine.ranks.group import RankGroup
@@ -205,11 +207,7 @@ async def _open(
     runner, sizes = await thread.run(open_runner, engine, plan, group)
     if group is not None:
         group.watch(die)
-        for rank, memory in enumerate(sizes.memory):
-            log.info(
-                "rank %d holds %.1f MB of weights and %.1f MB of pages",
-                rank, memory.weights / 1e6, memory.pages / 1e6,
-            )  # fmt: skip
+        _log_memory(sizes)
     for rank, memory in enumerate(sizes.memory):
         metrics.rank_memory.labels(str(rank), "weights").set(memory.weights)
         metrics.rank_memory.labels(str(rank), "pages").set(memory.pages)
@@ -223,9 +221,11 @@ async def _open(
         model_fingerprint=model_fingerprint(config.model),
         layout=layout_text(config, runner),
         layout_fingerprint=runner.layout_fingerprint,
+        facts=layout_facts(engine, runner),
         block_size=config.block_size,
         max_model_len=sizes.max_model_len,
         vocab_size=model.vocab_size,
+        num_ranks=engine.num_ranks,
     )
     return Parts(
         config=config,
@@ -248,10 +248,29 @@ async def _open(
     )
 
 
+def _log_memory(sizes: Sizes) -> None:
+    for rank, memory in enumerate(sizes.memory):
+        weights, pages = memory.weights / 1e6, memory.pages / 1e6
+        log.info("rank %d holds %.1f MB of weights and %.1f MB of pages", rank, weights, pages)
+
+
 def die(reason: str) -> None:
     """A rank is gone. Peers and the router see what they see of any worker that dies."""
     log.critical("%s: so does this worker", reason)
     os._exit(1)
+
+
+def layout_facts(config: EngineConfig, runner: ModelRunner) -> LayoutFacts:
+    origin = runner.pages.origin
+    return LayoutFacts.of(
+        config.layout(runner.config),
+        model=model_fingerprint(config.model),
+        weights=config.weight_dtype,
+        offsets=origin.offsets_hash,
+        arithmetic=origin.arithmetic,
+        is_batch_invariant=config.batch_invariant,
+        converts=runner.backend.converter is not None,
+    )
 
 
 def layout_text(config: WorkerConfig, runner: ModelRunner) -> str:

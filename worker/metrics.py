@@ -62,6 +62,7 @@ class WorkerMetrics:
         )
         self.landing = gauge("landing_slots", "Slots of the landing zone by state", ("state",))
         self.refused = counter("pages_refused", "Pages that failed verification")
+        self.links_refused = counter("links_refused", "Prefill workers that cannot be read from")
         self.link_bandwidth = gauge(
             "link_bytes_per_second", "Speed of the test read when a link came up", ("source",)
         )

@@ -13,6 +13,7 @@ async def open_transport(parts: Parts) -> Transport:
         parts.runner.pool,
         parts.runner.landing,
         parts.ownership,
+        landing_of=parts.runner.pages.own.landings.of,
     )
     transport: Transport = own
     if parts.group is not None:

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 import anyio
 
 from common.errors import MalformedMessage
-from common.messages import PROTOCOL_VERSION, PoolLoad, Watch, WorkerState
+from common.layout_facts import LayoutFacts
+from common.messages import PROTOCOL_VERSION, PoolLoad, RefusedLink, Watch, WorkerState
 from common.rpc import Stream
 from common.scheduling.cache_events import CacheFeed
 from common.scheduling.step_time import StepTimes
@@ -37,9 +38,12 @@ class Identity:
     model_fingerprint: bytes
     layout: str
     layout_fingerprint: bytes
+    facts: LayoutFacts
+    """What `layout` says in words and `layout_fingerprint` in short."""
     block_size: int
     max_model_len: int
     vocab_size: int
+    num_ranks: int = 1
 
     @property
     def numeric_incarnation(self) -> int:
@@ -94,12 +98,17 @@ class WatchService:
     """
 
     def __init__(
-        self, identity: Identity, load: Callable[[], Load], feed: Callable[[], CacheFeed]
+        self,
+        identity: Identity,
+        load: Callable[[], Load],
+        feed: Callable[[], CacheFeed],
+        refused_links: Callable[[], tuple[RefusedLink, ...]] = lambda: (),
     ) -> None:
         """`feed` begins a new reading of the prefix cache."""
         self._identity = identity
         self._load = load
         self._feed = feed
+        self._refused_links = refused_links
         self._watchers: set[_Watcher] = set()
         self.is_draining = False
         self.fault = ""
@@ -171,4 +180,7 @@ class WatchService:
             shares_parameters=True,
             unhealthy=self.fault,
             heartbeat_s=HEARTBEAT_S,
+            facts=identity.facts,
+            num_ranks=identity.num_ranks,
+            refused_links=self._refused_links(),
         )

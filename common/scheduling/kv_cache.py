@@ -24,6 +24,10 @@ class BlockTable:
     tail: BlockId | None = None
     num_named: int = 0
     """Leading full blocks whose content is in the prefix cache's index."""
+    is_apart: bool = False
+    """No more of its blocks come into the index: they hold other keys and values than this worker
+    computes for such tokens.
+    """
 
     def pages(self) -> Iterable[tuple[PageKind, BlockId]]:
         for index, block_id in enumerate(self.block_ids):
@@ -150,7 +154,7 @@ class KvCache:
         if is_open and not self.can_allocate(Counter({PageKind.EXACT: 1, PageKind.PACKED: 1})):
             return None
         num_full = num_tokens // self.block_size
-        other = BlockTable(num_named=min(table.num_named, num_full))
+        other = BlockTable(num_named=min(table.num_named, num_full), is_apart=table.is_apart)
         for index in range(num_full):
             self._pool(index).hold(table.block_ids[index])
             other.block_ids.append(table.block_ids[index])
@@ -165,7 +169,11 @@ class KvCache:
         return other, (table.tail, other.tail)
 
     def name(self, table: BlockTable, hashes: Sequence[bytes], num_full: int) -> None:
-        """The first `num_full` blocks are complete; others may share them from now on."""
+        """The first `num_full` blocks are complete; others may share them from now on, unless the
+        table is apart.
+        """
+        if table.is_apart:
+            return
         for index in range(table.num_named, num_full):
             self._pool(index).name(table.block_ids[index], hashes[index])
         table.num_named = max(table.num_named, num_full)
@@ -184,6 +192,7 @@ class KvCache:
         table.block_ids.clear()
         table.tail = None
         table.num_named = 0
+        table.is_apart = False
 
     def drain_clears(self) -> tuple[tuple[PageKind, BlockId], ...]:
         """Pages allocated since the last call: their old tags must be erased before they are

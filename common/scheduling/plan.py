@@ -145,10 +145,19 @@ class StepResult:
         return InternalError("the model's output is not finite for this request")
 
 
+@dataclass(frozen=True, slots=True)
+class ForeignPages:
+    """Exact pages of another codec than this worker's, and what their tags say of it."""
+
+    codec: str
+    fingerprint: bytes
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LandingMove:
     """Check the page in a landing slot against what it must be, and copy it into the pool. With
-    `heads`, their records only: the others are there already.
+    `heads`, their records only: the others are there already. A page that is `foreign` is converted
+    on the way; `block` is its number among its request's blocks.
     """
 
     kind: PageKind
@@ -159,6 +168,8 @@ class LandingMove:
     incarnation: int
     generation: int
     heads: tuple[int, ...] = ()
+    block: int = 0
+    foreign: ForeignPages | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

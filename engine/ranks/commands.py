@@ -107,6 +107,20 @@ class Land:
 
 
 @dataclass(frozen=True, slots=True)
+class Convert:
+    """As `Land`, of pages of another codec; `places` [pages, 2] are the pages and the numbers of
+    their blocks.
+    """
+
+    kind: PageKind
+    codec: str
+    slots: Integers
+    places: Integers
+    tags: NDArray[np.uint8]
+    heads: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Erase:
     pass
 
@@ -116,9 +130,10 @@ class Settle:
     """Answered when pages are complete."""
 
 
-Command = Forward | Logits | Clear | Copy | Tag | Land | Erase | Settle
+Command = Forward | Logits | Clear | Copy | Tag | Land | Convert | Erase | Settle
 _COMMANDS: dict[str, Any] = {
-    kind.__name__: kind for kind in (Forward, Logits, Clear, Copy, Tag, Land, Erase, Settle)
+    kind.__name__: kind
+    for kind in (Forward, Logits, Clear, Copy, Tag, Land, Convert, Erase, Settle)
 }
 
 

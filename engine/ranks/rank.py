@@ -9,13 +9,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.backend import Backend
+from engine.backend import Backend, Converter
 from engine.batch import StepBatch
 from engine.rank_pages import RankPages
 from engine.ranks.collective import Collective
 from engine.ranks.commands import (
     Clear,
     Command,
+    Convert,
     Copy,
     Erase,
     Forward,
@@ -58,6 +59,8 @@ class Rank:
                 pages.tag(kind, numbers, tags, backend)
             case Land(kind, slots, numbers, tags, heads):
                 return pages.land(kind, slots, numbers, tags, heads, backend)
+            case Convert(kind, codec, slots, places, tags, heads):
+                return pages.convert(kind, codec, slots, places, tags, heads, backend)
             case Erase():
                 pages.erase()
             case Settle():
@@ -109,6 +112,10 @@ class GroupBackend:
 
     def checksums(self, pages: Tensor, which: Tensor) -> Tensor:
         return self._own.checksums(pages, which)
+
+    @property
+    def converter(self) -> Converter | None:
+        return self._own.converter
 
     def land(
         self,

@@ -11,6 +11,7 @@ from common.errors import MethodNotAllowed
 from router.api.kserve.http import kserve_error
 from router.api.openapi import document
 from router.fleet.fleet import Fleet
+from router.fleet.pairs import misfits, others_bits
 from router.fleet.worker import Worker
 from router.generation.service import TextService
 from router.reading.json_body import shortened
@@ -105,7 +106,7 @@ def model_object(service: TextService) -> dict[str, Any]:
 
 def worker_object(fleet: Fleet, worker: Worker) -> dict[str, Any]:
     """The operator's view. `excluded` is there only for a worker that gets no requests, and says
-    why.
+    why; `cannot_read` and `other_bits` of a decode worker name prefill workers, and say why.
     """
     state = worker.state
     shown: dict[str, Any] = {
@@ -130,7 +131,14 @@ def worker_object(fleet: Fleet, worker: Worker) -> dict[str, Any]:
         "step_times": None if state.step_times is None else asdict(state.step_times),
         "handoff_s": state.handoff_s,
         "prefix_blocks": fleet.prefix_index.num_held(worker.order),
+        "ranks": state.num_ranks,
     }
+    for name, found in (
+        ("cannot_read", misfits(worker, fleet.linked())),
+        ("other_bits", others_bits(worker, fleet.linked())),
+    ):
+        if found:
+            shown[name] = found
     reason = fleet.excluded(worker)
     if reason is not None and not state.draining:
         shown["excluded"] = reason

@@ -24,6 +24,7 @@ from common.clock import MonotonicClock, Timers
 from common.errors import MalformedMessage
 from common.messages import KvEvents, WorkerState
 from common.types import Role
+from router.fleet.pairs import misfit
 from router.fleet.prefix_index import PrefixIndex
 from router.fleet.view import View, view_of
 from router.fleet.worker import BlockNaming, Worker
@@ -172,11 +173,7 @@ class Fleet:
         self, decode: Worker, num_tokens: int, avoid: Collection[str] = ()
     ) -> list[Worker]:
         """Who may compute a prompt of `num_tokens` for `decode`."""
-        return [
-            w
-            for w in self.all_prefill_workers(num_tokens, avoid)
-            if w.kv_identity == decode.kv_identity
-        ]
+        return [w for w in self.all_prefill_workers(num_tokens, avoid) if misfit(w, decode) is None]
 
     def all_prefill_workers(self, num_tokens: int, avoid: Collection[str] = ()) -> list[Worker]:
         """Who may compute a prompt of `num_tokens` for one decode worker or another."""

@@ -22,6 +22,7 @@ from common.errors import Cancelled, TandemError
 from common.types import Role
 from router.admission.admission import Admission
 from router.fleet.fleet import Fleet
+from router.fleet.pairs import misfits
 
 _SECONDS = (
     *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
@@ -183,6 +184,12 @@ class _FleetCollector:
             "tandem_router_degraded",
             "1 while decode workers compute all prompts, since there is no prefill worker",
             value=int(self._fleet.is_degraded()),
+        )
+        linked = self._fleet.linked()
+        yield GaugeMetricFamily(
+            "tandem_router_misfits",
+            "Pairs of a decode worker and a prefill worker whose pages it cannot read",
+            value=sum(len(misfits(worker, linked)) for worker in linked),
         )
         yield _by_role(
             "tandem_router_worker_failures",

@@ -13,6 +13,7 @@ from common.errors import (
     DecodeLost,
     Draining,
     InternalError,
+    LayoutMismatch,
     PageRefused,
     Preempted,
     PrefillLost,
@@ -29,7 +30,7 @@ worker at a certain token makes one more with each attempt.)
 """
 
 _PLANNED = (Draining, Preempted)
-_HANDOFF = (PrefillLost, PullFailed, PageRefused)
+_HANDOFF = (PrefillLost, PullFailed, PageRefused, LayoutMismatch)
 _RECOVERABLE = (*_PLANNED, *_HANDOFF, DecodeLost, DecodeFull)
 
 
@@ -88,8 +89,11 @@ def avoids_decode(loss: Loss) -> bool:
 
 def blame(loss: Loss) -> Blame:
     """A failed hand-off is more likely the prefill worker's fault: it has more to do in it. A
-    decode worker whose every hand-off fails comes to its turn.
+    decode worker whose every hand-off fails comes to its turn. A pair that does not fit together is
+    nobody's failure.
     """
+    if isinstance(loss.error, LayoutMismatch):
+        return Blame()
     if isinstance(loss.error, InternalError):
         if loss.at_prefill:
             return Blame(prefill=1.0)

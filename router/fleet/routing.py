@@ -14,6 +14,7 @@ from typing import Protocol, TypeVar
 
 from common.scheduling.step_time import StepTimes
 from common.types import Role
+from router.fleet.pairs import misfit
 from router.fleet.predict import (
     DEFAULT_CHUNK_TOKENS,
     Demand,
@@ -23,7 +24,7 @@ from router.fleet.predict import (
     remote_s,
     with_prefill,
 )
-from router.fleet.worker import Worker
+from router.fleet.worker import KvIdentity, Worker
 
 _TOKENS_PER_REQUEST = 1024
 """So many prompt tokens still to compute weigh as much as one running request."""
@@ -138,7 +139,7 @@ class Predicting:
         def cost_s(worker: Worker) -> float:
             times = worker.state.step_times or fallback
             can_hand_over = worker.state.role is not Role.COLOCATED
-            remote = best_remote.get(worker.kv_identity) if can_hand_over else None
+            remote = _readable(best_remote, worker) if can_hand_over else None
             return crowding_s(worker, times, demand) + self._prefill_s(
                 worker, times, remote, demand
             )
@@ -181,18 +182,18 @@ class Predicting:
         self,
         decode: Worker,
         times: StepTimes,
-        remote: tuple[float, StepTimes] | None,
+        remote: "_Remote | None",
         demand: Demand,
     ) -> float:
         """The better of the two places, for choosing among decode workers."""
         if remote is not None:
-            times = with_prefill(times, remote[1])
+            times = with_prefill(times, remote.times)
         local = local_s(decode, times, demand) + delay_cost_s(
             decode, times, demand, self._itl_target_s
         )
         if remote is None or demand.num_left(decode) <= decode.state.block_size:
             return local
-        handed_over = remote[0] + decode.state.handoff_s
+        handed_over = remote.seconds + decode.state.handoff_s
         return handed_over if self._always_remote else min(local, handed_over)
 
 
@@ -228,18 +229,33 @@ def _measured(workers: Sequence[Worker]) -> StepTimes | None:
     return next((w.state.step_times for w in workers if w.state.step_times is not None), None)
 
 
+@dataclass(frozen=True, slots=True)
+class _Remote:
+    """How soon a prefill worker could have the first token, and its times."""
+
+    seconds: float
+    times: StepTimes
+    worker: Worker
+
+
 def _best_remote(
     prefill: Sequence[Worker], fallback: StepTimes, demand: Demand
-) -> dict[tuple[str, str, int], tuple[float, StepTimes]]:
-    """For each form of KV, how soon a prefill worker could have the first token, and its times."""
-    found: dict[tuple[str, str, int], tuple[float, StepTimes]] = {}
+) -> dict[KvIdentity, _Remote]:
+    """For each form of KV."""
+    found: dict[KvIdentity, _Remote] = {}
     for worker in prefill:
         times = worker.state.step_times or fallback
         seconds = remote_s(worker, times, demand)
         best = found.get(worker.kv_identity)
-        if best is None or seconds < best[0]:
-            found[worker.kv_identity] = (seconds, times)
+        if best is None or seconds < best.seconds:
+            found[worker.kv_identity] = _Remote(seconds, times, worker)
     return found
+
+
+def _readable(best: dict[KvIdentity, _Remote], decode: Worker) -> _Remote | None:
+    """The best whose pages `decode` can read."""
+    found = [remote for remote in best.values() if misfit(remote.worker, decode) is None]
+    return min(found, key=lambda remote: remote.seconds, default=None)
 
 
 def _has_nearly_all(decode: Worker, candidates: Sequence[Worker], demand: Demand) -> bool:

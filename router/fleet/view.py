@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from common.messages import PROTOCOL_VERSION, WorkerState
 from common.types import Role
 from router.fleet.breaker import State
+from router.fleet.pairs import misfit
 from router.fleet.worker import BlockNaming, Worker
 
 
@@ -46,8 +47,7 @@ def view_of(workers: list[Worker], is_remote_only: bool) -> View:
     in_use = [w for w in linked if excluded[w.order] is None]
     decoding = [w for w in in_use if w.can_decode]
     prefilling = [w for w in in_use if not w.can_decode]
-    identities = {w.kv_identity for w in prefilling}
-    alone = [w for w in decoding if not _has_full_path(w, identities)]
+    alone = [w for w in decoding if not _has_full_path(w, prefilling)]
     if is_remote_only:
         excluded |= {w.order: "has no prefill worker, and may not do without" for w in alone}
         decoding = [w for w in decoding if w not in alone]
@@ -57,12 +57,14 @@ def view_of(workers: list[Worker], is_remote_only: bool) -> View:
         decoding=decoding,
         prefilling=prefilling,
         namings=tuple(sorted({n for w in in_use if (n := _naming(w.state)) is not None})),
-        has_full_path=any(_has_full_path(w, identities) for w in decoding),
+        has_full_path=any(_has_full_path(w, prefilling) for w in decoding),
     )
 
 
-def _has_full_path(worker: Worker, prefill_identities: set[tuple[str, str, int]]) -> bool:
-    return worker.state.role is Role.COLOCATED or worker.kv_identity in prefill_identities
+def _has_full_path(worker: Worker, prefilling: list[Worker]) -> bool:
+    return worker.state.role is Role.COLOCATED or any(
+        misfit(prefill, worker) is None for prefill in prefilling
+    )
 
 
 def _sick(workers: list[Worker], is_remote_only: bool) -> dict[int, str | None]:
@@ -105,11 +107,7 @@ def _misfit(worker: Worker, partners: list[Worker]) -> str | None:
         )
     if worker.can_decode:
         return None if worker.has_session else "has no session yet"
-    if partners and all(w.kv_identity != worker.kv_identity for w in partners):
-        other = partners[0].state
-        return (
-            f"stores KV as {state.layout} in blocks of {state.block_size}, but {other.role} "
-            f"{partners[0].address} as {other.layout} in blocks of {other.block_size}: start both "
-            "with the same --kv-codec, --block-size and --weight-dtype"
-        )
+    if partners and all(misfit(worker, w) is not None for w in partners):
+        other = partners[0]
+        return f"{other.state.role} {other.address} cannot read its pages: {misfit(worker, other)}"
     return None

@@ -6,6 +6,8 @@ from common.messages import WorkerState
 from common.types import Role
 from router.fleet.breaker import Breaker
 
+KvIdentity = tuple[str, str, int]
+
 
 @dataclass(slots=True, eq=False)
 class Worker:
@@ -47,8 +49,8 @@ class Worker:
         return max(self.num_in_flight, self.state.running + self.state.waiting)
 
     @property
-    def kv_identity(self) -> tuple[str, str, int]:
-        """Two workers can hand KV over when these are equal."""
+    def kv_identity(self) -> KvIdentity:
+        """Two workers store KV alike when these are equal."""
         return (self.state.model_fingerprint, self.state.layout, self.state.block_size)
 
 

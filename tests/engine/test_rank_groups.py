@@ -16,10 +16,13 @@ import torch
 
 from common.codecs import CODECS
 from common.errors import ConfigError, UnsupportedModel
-from common.pages import PageKind, PageTag
-from common.scheduling.plan import LandingMove, TagOrder
+from common.pages import PageKind, PageTag, checksum
+from common.scheduling.plan import ForeignPages, LandingMove, TagOrder
 from engine.config import EngineConfig
+from engine.kernels import reference
+from engine.kernels.offsets import Offsets
 from engine.load import load_runner
+from engine.offsets import open_offsets
 from engine.pool_size import PoolSize
 from engine.ranks.commands import Forward, Tag, pack_command, unpack_command
 from engine.ranks.followers import RankLost
@@ -193,6 +196,48 @@ def test_tags_and_landing_over_ranks(tmp_path: Path) -> None:
         assert runner.land([replace(move, heads=(0,))]).refusals == (None,)
         assert np.array_equal(records[9, 0, :-64], records[page, 0, :-64])
         assert not records[9, 0, -64:].any()
+
+
+def test_pages_of_another_codec_land_over_ranks(tmp_path: Path) -> None:
+    """Every rank converts the records of its heads. What is in no landing zone is refused by both,
+    with the tags that the source's pages must have.
+    """
+    path = make_tiny_model(tmp_path, "llama").path
+    with group_of(path, 2, incarnation=7) as (_, runner):
+        landing = runner.pages.own.landings.of("fp32")
+        layout = landing.layout
+        assert (layout.num_kv_heads, len(landing.packed)) == (1, len(runner.landing.packed))
+        record = landing.records(PageKind.PACKED)[2, 0]
+        values = torch.linspace(-2, 2, layout.num_elements)
+        end = layout.payload_bytes(PageKind.PACKED)
+        record[:end] = values.view(torch.uint8)
+        tag = PageTag(
+            content_hash=bytes(range(16)), fingerprint=b"the source's----", num_tokens=16, head=0,
+            incarnation=5, generation=3,
+        )  # fmt: skip
+        record[-64:] = torch.frombuffer(bytearray(tag.pack()), dtype=torch.uint8)
+        sealed = tag.with_checksum(checksum(record.numpy())).pack()
+        record[-64:] = torch.frombuffer(bytearray(sealed), dtype=torch.uint8)
+        move = LandingMove(
+            kind=PageKind.PACKED, slot=2, block_id=9, content_hash=bytes(range(16)), num_tokens=16,
+            incarnation=5, generation=3, block=1, foreign=ForeignPages("fp32", tag.fingerprint),
+        )  # fmt: skip
+        [refused] = runner.land([move]).refusals
+        assert refused is not None
+        assert (refused.heads, refused.reason[:13]) == ((1,), "head 1: magic")
+        assert runner.land([replace(move, heads=(0,))]).refusals == (None,)
+        pool, offsets = runner.pool, own_offsets(path, runner)
+        found = reference.read_block(
+            pool.packed, pool.exact, pool.layout, offsets, 9, 1, is_exact=False
+        )
+        wanted = values.view(found.shape)
+        assert (found - wanted).abs().max() <= wanted.abs().max() / 32
+
+
+def own_offsets(path: Path, runner: ModelRunner) -> Offsets:
+    """Of rank 0, which has the first KV head."""
+    found, _ = open_offsets(path, runner.config, runner.pool.layout)
+    return replace(found, means=found.means[:, :, :1].contiguous())
 
 
 def test_a_rank_that_dies_is_noticed(tmp_path: Path) -> None:

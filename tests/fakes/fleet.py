@@ -20,6 +20,7 @@ from anyio.abc import TaskGroup
 from common.device import LoopCall
 from common.errors import InternalError, TandemError
 from common.events import EventLog
+from common.layout_facts import PAGE_FORMAT, LayoutFacts
 from common.messages import (
     Admitted,
     Cancel,
@@ -32,7 +33,7 @@ from common.messages import (
     TokenBatch,
     pack_tokens,
 )
-from common.pages import TAG_BYTES, PageKind, PageTag, checksum
+from common.pages import TAG_BYTES, PageTag, checksum
 from common.ranks import alone
 from common.rpc import Stream
 from common.scheduling.block_hash import HashRoots
@@ -61,6 +62,17 @@ from worker.watched_device import StepBounds, WatchedDevice
 
 STEP_S = 0.02
 MODEL_FINGERPRINT = b"hash-model"
+FACTS = LayoutFacts(
+    page_format=PAGE_FORMAT,
+    model=MODEL_FINGERPRINT.hex(),
+    num_layers=1,
+    num_kv_heads=1,
+    head_dim=64,
+    codec="fp8_e3m4",
+    block_size=16,
+    weights="auto",
+    offsets="",
+)
 MAX_MODEL_LEN = 4096
 
 
@@ -207,6 +219,25 @@ class Worker:
         return self.metrics.registry.get_sample_value(f"tandem_{name}", labels or {}) or 0.0
 
 
+def _landing_of(runner: Any) -> Callable[[str], Any] | None:
+    """Of a real engine."""
+    pages = getattr(runner, "pages", None)
+    return None if pages is None else pages.own.landings.of
+
+
+def _facts_of(runner: Any) -> LayoutFacts:
+    pages = getattr(runner, "pages", None)
+    if pages is None:
+        return FACTS
+    return LayoutFacts.of(
+        runner.layout,
+        model=MODEL_FINGERPRINT,
+        weights="auto",
+        offsets=pages.origin.offsets_hash,
+        converts=True,
+    )
+
+
 def _num_heads(runner: Any) -> int:
     """Records of a page; the hash model's pages have one."""
     layout = getattr(runner, "layout", None)
@@ -249,6 +280,8 @@ class Fleet:
             layout_fingerprint=s.get(
                 "layout_fingerprint", getattr(runner, "layout_fingerprint", LAYOUT_FINGERPRINT)
             ),
+            facts=s.get("facts", _facts_of(runner)),
+            num_ranks=s.get("num_ranks", 1),
             block_size=block_size,
             max_model_len=MAX_MODEL_LEN,
             vocab_size=getattr(getattr(runner, "config", None), "vocab_size", VOCAB_SIZE),
@@ -258,7 +291,12 @@ class Fleet:
             runner, s.get("step_s", STEP_S), s.get("step_times"), s.get("logits_share", 0.1)
         )
         transport = MemoryTransport(
-            self.fabric, incarnation, runner.pool, runner.landing, alone(_num_heads(runner))
+            self.fabric,
+            incarnation,
+            runner.pool,
+            runner.landing,
+            alone(_num_heads(runner)),
+            landing_of=_landing_of(runner),
         )
         watchdog = Watchdog(LoopClock().now())
         parts = {
@@ -348,7 +386,7 @@ class Fleet:
         zone = LandingZone(num_packed=num_landing, num_exact=num_landing)
         identity = parts["identity"]
         stall_s = s.get("handoff_stall_s", 30.0)
-        pulls = Pulls(scheduler, zone, incarnation=identity.incarnation, stall_s=stall_s)
+        pulls = Pulls(scheduler.remote, zone, incarnation=identity.incarnation, stall_s=stall_s)
         roots = HashRoots(identity.model_fingerprint, identity.block_size)
         core = DecodeCore(parts["cache"], scheduler, roots=roots, pulls=pulls)
         links = Links(
@@ -358,14 +396,12 @@ class Fleet:
             connect=self.network.connect_from(address),
             clock=parts["clock"],
             metrics=parts["metrics"],
-            page_bytes=1,
         )
         num_heads = _num_heads(device.runner)
         wire = Wire(
             transport=transport,
             zone=zone,
             links=links,
-            page_bytes={PageKind.PACKED: 1, PageKind.EXACT: 1},
             num_heads=num_heads,
             give_up=self.given_up.append,
         )

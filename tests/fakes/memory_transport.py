@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from common.errors import LayoutMismatch, PullFailed
+from common.errors import PullFailed
 from common.handoff_messages import LinkReply, PoolAddress
 from common.pages import PageKind
 from common.ranks import Ownership
@@ -90,6 +90,7 @@ class MemoryTransport:
         landing: Any,
         held: Ownership = ((0,),),
         rank: int = 0,
+        landing_of: Callable[[str], Any] | None = None,
     ) -> None:
         self._held = held
         self._rank = rank
@@ -97,7 +98,8 @@ class MemoryTransport:
         self._incarnation = incarnation
         self._pool = pool
         self._landing = landing
-        self._linked: dict[str, PlannedReads] = {}
+        self._landing_of = landing_of
+        self._linked: dict[str, tuple[PlannedReads, Any]] = {}
         self._tasks: set[asyncio.Task[ReadEnd]] = set()
         fabric.join(incarnation, pool, rank)
 
@@ -117,28 +119,30 @@ class MemoryTransport:
     async def link(self, source: LinkReply) -> None:
         if self._fabric.member(source.incarnation) is None:
             raise PullFailed(f"{source.incarnation} is not in this process")
-        landing = _sizes_of(self._landing)
-        try:
-            planned = plan_reads(self._held, self._rank, source.ranks, landing)
-        except LayoutMismatch as error:
-            raise PullFailed(f"cannot link to {source.incarnation}: {error.message}") from error
-        self._linked[source.incarnation] = planned
+        landing = self._landing
+        if self._landing_of is not None and source.facts is not None:
+            landing = self._landing_of(source.facts.codec)
+        sizes = _sizes_of(landing)
+        planned = plan_reads(self._held, self._rank, source.ranks, sizes)
+        self._linked[source.incarnation] = planned, landing
 
     def unlink(self, incarnation: str) -> None:
         self._linked.pop(incarnation, None)
 
     def read(self, incarnation: str, pages: Sequence[PageRead]) -> MemoryRead:
         member = self._fabric.member(incarnation)
-        planned = self._linked.get(incarnation)
-        if planned is None or member is None or not member.is_alive:
+        link = self._linked.get(incarnation)
+        if link is None or member is None or not member.is_alive:
             raise PullFailed(f"{incarnation} is not linked")
-        task = asyncio.ensure_future(self._copy(member, planned.of(pages), tuple(pages)))
+        planned, landing = link
+        parts = planned.of(pages)
+        task = asyncio.ensure_future(self._copy(member, landing, parts, tuple(pages)))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return MemoryRead(task)
 
     async def _copy(
-        self, member: _Member, parts: list[PartRead], pages: tuple[PageRead, ...]
+        self, member: _Member, landing: Any, parts: list[PartRead], pages: tuple[PageRead, ...]
     ) -> ReadEnd:
         await member.may_read.wait()
         if not member.is_alive:
@@ -146,11 +150,11 @@ class MemoryTransport:
         for part in parts:
             for source, target in zip(part.remote, part.local, strict=True):
                 row = _row(member.pools[part.rank], part.there, source)
-                _row(self._landing, part.here, target)[:] = row
+                _row(landing, part.here, target)[:] = row
                 self._fabric.num_bytes += len(row)
         for page in pages:
             self._fabric.num_pages += 1
-            self._fabric.arrived(_rows(self._landing, page.slot[0])[page.slot[1]])
+            self._fabric.arrived(_rows(landing, page.slot[0])[page.slot[1]])
         return ReadEnd.DONE
 
     async def close(self) -> None:

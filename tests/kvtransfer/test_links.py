@@ -1,39 +1,142 @@
 """What a decode worker says about a prefill worker whose pages it cannot read."""
 
+import re
+from dataclasses import replace
+from typing import Any
+
 import anyio
 import pytest
 
 from common.clock import MonotonicClock
-from common.errors import PrefillLost, WorkerLost
+from common.errors import LayoutMismatch, PrefillLost, WorkerLost
+from common.handoff_messages import LinkReply
+from common.layout_facts import LayoutFacts, fit
 from common.rpc import Stream
+from common.scheduling.plan import ForeignPages
 from common.types import Role
-from decode_worker.links import Links, how_to_agree
+from decode_worker.links import Links, check_layout
 from decode_worker.peers import AllowedPeers
 from worker.watch import Identity
 
-OURS = "fp8_e4m3, blocks of 16, 30 layers, 3 KV heads of 64, weights auto, offsets aa, layout 11"
+FACTS = LayoutFacts(
+    page_format="TKV3",
+    model="11" * 16,
+    num_layers=30,
+    num_kv_heads=3,
+    head_dim=64,
+    codec="fp8_e4m3",
+    block_size=16,
+    weights="auto",
+    offsets="aa" * 16,
+)
 IDENTITY = Identity(
     role=Role.DECODE,
     incarnation="00000000000000d0",
     metrics="",
     model_fingerprint=b"model",
-    layout=OURS,
+    layout="the layout",
     layout_fingerprint=b"layout",
+    facts=FACTS,
     block_size=16,
     max_model_len=100,
     vocab_size=100,
 )
 
 
+def reply_of(facts: LayoutFacts | None, **changes: Any) -> LinkReply:
+    plain = LinkReply(
+        incarnation="p",
+        numeric_incarnation=1,
+        layout="another layout",
+        layout_fingerprint=b"layout" if facts == FACTS else b"another",
+        agent_name="",
+        agent_metadata=b"",
+        pages=(),
+        facts=facts,
+    )
+    return replace(plain, **changes)
+
+
+def refusal(facts: LayoutFacts | None = FACTS, **changes: Any) -> str:
+    with pytest.raises(LayoutMismatch) as error:
+        check_layout(IDENTITY, reply_of(facts, **changes), "p:1")
+    return error.value.message
+
+
 def test_t38_the_advice_is_about_what_differs() -> None:
-    offsets = how_to_agree(OURS, OURS.replace("offsets aa, layout 11", "offsets bb, layout 22"))
-    assert "tandem calibrate" in offsets
-    assert "--kv-codec" not in offsets
-    codec = how_to_agree(OURS, OURS.replace("e4m3", "e5m2").replace("layout 11", "layout 33"))
-    assert "--kv-codec" in codec
-    assert "calibrate" not in codec
-    weights = how_to_agree(OURS, OURS.replace("layout 11", "layout 44"))
-    assert weights.startswith("the models differ")
+    assert refusal(replace(FACTS, offsets="bb" * 16)) == (
+        "pages of p:1 cannot be read here: offsets bbbbbbbbbbbb at the prefill worker and "
+        "aaaaaaaaaaaa at the decode worker: run `tandem calibrate --model DIR --text FILE` with "
+        "the same text on both, or copy kv_offsets.tandem from one model directory to the other"
+    )
+    assert refusal(replace(FACTS, codec="fp8_e5m2")) == (
+        "pages of p:1 cannot be read here: KV codec fp8_e5m2 at the prefill worker and fp8_e4m3 at "
+        "the decode worker: start both workers with the same --kv-codec"
+    )
+    assert refusal(replace(FACTS, model="22" * 16, num_layers=2, offsets="")).endswith(
+        "start both workers with the same --model"
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"page_format": "TKV2", "codec": "x"}, "page format TKV2 .* finish the upgrade"),
+        ({"block_size": 32}, "block size 32 .* the same --block-size"),
+        ({"weights": "fp8"}, "weights fp8 .* and auto .* the same --weight-dtype"),
+        ({"arithmetic": "2 ranks"}, "arithmetic 2 ranks .* and not promised .* --batch-invariant"),
+        ({"head_dim": 80}, "stored head size 80 .* the same kind of device"),
+        ({"weights": "fp8", "block_size": 32}, "block size .*weights .*--block-size; .*-dtype"),
+    ],
+)
+def test_each_fact_that_differs_is_named_with_what_to_do(
+    changes: dict[str, Any], said: str
+) -> None:
+    assert re.search(said, refusal(replace(FACTS, **changes)))
+
+
+def test_workers_of_other_releases_are_told_apart() -> None:
+    assert "another layout at p:1; they seem to be of different releases" in refusal(None)
+    assert "the layout here" in refusal(FACTS, layout_fingerprint=b"same facts, other bytes")
+    assert "p:1 speaks protocol 99 on links" in refusal(protocol=99)
+    for protocol in (1, 2):
+        check_layout(IDENTITY, reply_of(FACTS, protocol=protocol), "p:1")
+
+
+CONVERTING = replace(FACTS, converts=True)
+IDENTITY_THAT_CONVERTS = replace(IDENTITY, facts=CONVERTING)
+
+
+@pytest.mark.parametrize("codec", ["bf16", "fp32"])
+def test_exact_pages_are_converted_where_that_can_be(codec: str) -> None:
+    exact = replace(FACTS, codec=codec, offsets="00" * 16)
+    reply = reply_of(exact)
+    foreign = check_layout(IDENTITY_THAT_CONVERTS, reply, "p:1")
+    assert foreign == ForeignPages(codec, b"another")
+    assert check_layout(IDENTITY_THAT_CONVERTS, reply_of(FACTS), "p:1") is None
+    assert "device cannot convert pages: start both workers with the same --kv-codec" in refusal(
+        exact
+    )
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "said"),
+    [
+        ({"codec": "int8"}, {}, "KV codec int8 .* and fp8_e4m3 .* the same --kv-codec"),
+        ({"codec": "fp32"}, {"codec": "bf16"}, "KV codec fp32 .* and bf16"),
+        ({}, {"codec": "bf16"}, "KV codec fp8_e4m3 .* and bf16"),
+        ({"codec": "bf16", "block_size": 32}, {}, "KV codec .* block size 32"),
+        ({"codec": "bf16", "weights": "int8"}, {}, "weights int8"),
+        ({"codec": "bf16", "is_batch_invariant": True}, {}, "what --batch-invariant promises"),
+        ({"codec": "bf16"}, {"is_batch_invariant": True}, "what --batch-invariant promises"),
+        ({"codec": "of the next release"}, {}, "KV codec of the next release"),
+    ],
+)
+def test_all_else_is_refused(theirs: dict[str, Any], ours: dict[str, Any], said: str) -> None:
+    found = fit(replace(FACTS, **theirs), replace(CONVERTING, **ours))
+    assert not found.converts
+    assert found.misfit is not None
+    assert re.search(said, found.misfit)
 
 
 # --- which prefill workers a route may name (T36) -------------------------------------------------
@@ -96,7 +199,6 @@ def test_t36_addresses_that_do_not_answer_are_forgotten() -> None:
         connect=lambda address: NobodyAnswers(address, opened),
         clock=MonotonicClock(),
         metrics=None,  # type: ignore[arg-type]
-        page_bytes=0,
     )
 
     async def ask() -> None:

@@ -13,11 +13,12 @@ from typing import Any
 
 import pytest
 
-from common.errors import PullFailed
+from common.errors import LayoutMismatch, PullFailed
 from common.handoff_messages import LinkReply
 from common.pages import PageKind
 from kvtransfer.nixl_transport import NixlTransport
 from kvtransfer.transport import PageRead, ReadEnd, Transport
+from tests.fakes.fleet import FACTS
 from tests.fakes.memory_transport import MemoryFabric, MemoryTransport
 from tests.kvtransfer.rank_pools import reply_of
 from tests.kvtransfer.source_process import HELD, arena, filled_pool
@@ -79,6 +80,41 @@ def test_contract(make: Callable[[], Awaitable[Pair]]) -> None:
         assert await reader.read(reply.incarnation, [packed(9, 1)]).wait() is ReadEnd.DONE
         assert landing.packed[1].unique().tolist() == [9]
         await reader.close()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("which", ["memory", "nixl"])
+def test_pages_of_another_codec_land_in_an_arena_of_their_own(which: str) -> None:
+    """The slots have the same numbers there."""
+
+    async def main() -> None:
+        fabric = MemoryFabric()
+        kinds: dict[str, Callable[..., Any]] = {
+            "memory": lambda *made, **more: MemoryTransport(fabric, *made, **more),
+            "nixl": NixlTransport,
+        }
+        make, wide = kinds[which], arena(8, 4)
+        own = arena(8, 4)
+        own.packed, own.exact = own.packed[:, :1024].clone(), own.exact[:, :2048].clone()
+        source = make("codec-source", filled_pool(), arena(0, 0), HELD)
+        reader = make(
+            "codec-reader", arena(1, 1), own, HELD,
+            landing_of=lambda codec: {"wide": wide, "ours": own}[codec],
+        )  # fmt: skip
+        await source.open()
+        await reader.open()
+        reply = reply_of("codec-source", source.describe())
+        with pytest.raises(LayoutMismatch, match="512 bytes here and 2048 at the prefill worker"):
+            await reader.link(replace(reply, facts=replace(FACTS, codec="ours")))
+        await reader.link(replace(reply, facts=replace(FACTS, codec="wide")))
+        read = reader.read("codec-source", [packed(5, 0), exact(3, 2)])
+        assert await read.wait() is ReadEnd.DONE
+        assert wide.packed[0].unique().tolist() == [5]
+        assert wide.exact[2].unique().tolist() == [103]
+        assert not own.packed.any()
+        await reader.close()
+        await source.close()
 
     asyncio.run(main())
 

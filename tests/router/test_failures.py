@@ -13,6 +13,7 @@ from common.errors import (
     DecodeLost,
     Draining,
     InternalError,
+    LayoutMismatch,
     Preempted,
     PrefillLost,
     TandemError,
@@ -137,6 +138,9 @@ def test_who_is_avoided_and_blamed() -> None:
     here = loss(InternalError)
     assert (avoids_prefill(here), avoids_decode(here)) == (False, True)
     assert blame(here) == Blame(decode=1.0)
+    unlike = loss(LayoutMismatch, was_remote=True)
+    assert (avoids_prefill(unlike), avoids_decode(unlike)) == (True, False)
+    assert blame(unlike) == Blame()
     leaving = loss(Draining, was_remote=True, at_prefill=True)
     assert (avoids_prefill(leaving), avoids_decode(leaving)) == (True, False)
     assert blame(leaving) == Blame()

@@ -99,7 +99,7 @@ def test_fleet_view_has_the_operators_shape(model_dir: Path) -> None:
             assert set(worker) == {
                 *("role", "address", "metrics", "pid", "incarnation", "draining", "blocks"),
                 *("running", "waiting", "queued_tokens", "decodes", "context_tokens"),
-                *("chunk_tokens", "step_times", "handoff_s", "prefix_blocks"),
+                *("chunk_tokens", "step_times", "handoff_s", "prefix_blocks", "ranks"),
             }
             assert worker["blocks"] == {"total": 100, "free": 100, "cached": 0, "held": 0}
 

@@ -16,6 +16,7 @@ from common.errors import (
     Draining,
     GrammarFailed,
     InternalError,
+    LayoutMismatch,
     PageRefused,
     PrefillLost,
     PullFailed,
@@ -45,7 +46,7 @@ def pair() -> tuple[FakeWorker, FakeWorker, FakeWorker]:
     )
 
 
-RETRIED = [PrefillLost, PullFailed, PageRefused, Draining]
+RETRIED = [PrefillLost, PullFailed, PageRefused, LayoutMismatch, Draining]
 
 
 def whole(stack: Stack, n: int = 1) -> list[str]:

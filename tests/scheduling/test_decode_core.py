@@ -54,7 +54,7 @@ class Core(DecodeCore):
             is_colocated=False,
         )  # fmt: skip
         self.zone = LandingZone(num_packed=num_slots, num_exact=num_slots)
-        pulls = Pulls(scheduler, self.zone, incarnation="00dd", stall_s=STALL_S)
+        pulls = Pulls(scheduler.remote, self.zone, incarnation="00dd", stall_s=STALL_S)
         super().__init__(cache, scheduler, roots=HashRoots(b"model", BLOCK), pulls=pulls)
         self.cache = cache
         self.router = self.open_session()

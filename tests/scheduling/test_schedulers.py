@@ -358,23 +358,23 @@ class BatchMachine(RuleBasedStateMachine):
         if request_id not in self.live:
             return
         if not tokens_first:
-            self.s.landed_all(request_id)
+            self.s.remote.landed_all(request_id)
         n = self.num_outputs[request_id]
         tokens = FirstTokens(token_ids=(7,) * n, logprobs=(None,) * n, num_cached_tokens=0)
-        self.took(self.s.first_tokens(request_id, tokens))
+        self.took(self.s.remote.first_tokens(request_id, tokens))
         if tokens_first and request_id in self.live:
-            self.s.landed_all(request_id)
+            self.s.remote.landed_all(request_id)
 
     @precondition(lambda self: self.remote)
     @rule()
     def begin_landing(self) -> None:
         if self.remote[0] in self.live:
-            self.pins.append(self.s.pin(self.remote[0]))
+            self.pins.append(self.s.remote.pin(self.remote[0]))
 
     @precondition(lambda self: self.pins)
     @rule()
     def end_landing(self) -> None:
-        self.s.unpin(self.pins.pop(0))
+        self.s.remote.unpin(self.pins.pop(0))
 
     @precondition(lambda self: len(self.in_flight) < MAX_IN_FLIGHT)
     @rule()
