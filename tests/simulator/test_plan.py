@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import tandem
-from commands.config import PlanConfig
+from commands.config import PlanConfig, ServeConfig
 from commands.plan import commands_of, ranks_of, site_of
 from commands.table import parse
 from common.errors import ConfigError
@@ -204,6 +204,13 @@ def test_a_fleet_of_equal_ranks_on_one_machine_is_one_command(
 )
 def test_commands_say_the_ranks_of_each_role(deployment: Deployment, lines: list[str]) -> None:
     assert commands_of(deployment, "-o")[1:] == lines
+
+
+def test_the_recommended_command_is_one_that_serve_takes() -> None:
+    line = commands_of(Deployment(prefill=1, decode=1, ranks=FOUR), "--chunk-tokens auto")[1]
+    config = parse(line.split()[1:]).config
+    assert isinstance(config, ServeConfig)
+    assert (config.prefill, config.decode, config.tensor_parallel) == (1, 1, 4)
 
 
 def test_links_can_be_given() -> None:

@@ -10,6 +10,7 @@ from common.pages import PageKind
 from common.ranks import ownership, possible_ranks, shares
 from common.scheduling.step_time import StepShape, num_pairs
 from common.types import Role
+from engine.model_share import gpu_share
 from simulator.costs import FittedCosts, ModelSize
 from simulator.deployment import Deployment, RoleRanks
 from simulator.hardware import GPUS, MODELS, model_named
@@ -58,6 +59,20 @@ def test_a_rank_holds_its_heads_and_its_part_of_everything_else(
     assert costs.weight_bytes == 2 * (linear + 2 * 8192 * vocabulary)
     # 16 tokens of 128 numbers of 2 bytes, K and V, in 80 layers, and a tag, for each KV head
     assert costs.rank_layout.page_bytes(PageKind.PACKED) == kv_heads * (80 * 2 * 16 * 128 * 2 + 64)
+
+
+@pytest.mark.parametrize("model", list(MODELS))
+@pytest.mark.parametrize("num_ranks", range(1, 9))
+def test_it_is_what_a_rank_on_a_gpu_takes_but_for_whole_tiles(model: str, num_ranks: int) -> None:
+    config = model_named(model)
+    heads = shares(num_ranks, config.num_heads, config.num_kv_heads)
+    share = gpu_share(config, heads[0])
+    query, kv = len(share.heads) * config.head_dim, len(share.kv_heads) * config.head_dim
+    linear = config.hidden_size * (2 * query + 2 * kv + 3 * len(share.inter))
+    tables = (1 if config.tie_word_embeddings else 2) * len(share.vocab) * config.hidden_size
+    size = ModelSize.of(config, num_ranks)
+    assert size.attention_width == config.num_layers * query
+    assert 1 <= (config.num_layers * linear + tables) / size.num_parameters < 1.02
 
 
 @pytest.mark.parametrize("num_ranks", [3, 4, 8, 16])
