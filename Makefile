@@ -4,7 +4,7 @@ BIN := .venv/bin
 ARGS ?=
 SETUP_ARGS ?=
 
-.PHONY: docs setup setup-test setup-clients serve test test-all bench bench-peers bench-table fuzz soak fmt check lock clean
+.PHONY: docs setup setup-test setup-clients serve test test-all bench bench-peers bench-splits bench-table fuzz soak fmt check lock clean
 
 setup:
 	@command -v $(PYTHON) >/dev/null || { echo "setup: $(PYTHON) is not installed; on Debian: apt-get install python3 python3-venv" >&2; exit 2; }
@@ -63,6 +63,10 @@ bench-peers: setup-test
 # The published comparison with legacy serving: published, simulated and measured side by side.
 bench-table: setup-test
 	$(BIN)/python -m bench.table $(ARGS)
+
+# Llama-3-70B on eight GPUs: goodput of every split into roles and ranks, simulated.
+bench-splits: setup-test
+	$(BIN)/python -m bench.splits bench/results/splits.md
 
 # Faults on real processes, and thousands of requests while workers are killed: half an hour or so.
 soak: setup-test

@@ -25,7 +25,7 @@ from statistics import mean
 from common.scheduling.step_time import StepShape, num_pairs
 from router.fleet.routing import LeastLoaded, Predicting, RoutingPolicy
 from simulator.costs import BANDWIDTH_EFFICIENCY, COMPUTE_EFFICIENCY
-from simulator.deployment import Deployment, GpuSite
+from simulator.deployment import Deployment, GpuSite, RoleRanks
 from simulator.hardware import gpu_named, model_named
 from simulator.host import WorkerSetup
 from simulator.simulation import Simulation
@@ -37,10 +37,10 @@ LOADS = (0.3, 0.6, 0.9, 1.1)
 SEEDS = (1, 2, 3)
 PLANNING_SEED, PLANNING_SHARE = 0, 0.5
 """So many of the requests are planned with."""
-NUM_DEVICES = 4
+NUM_WORKERS = 4
 MAX_NUM_SEQS = 64
 ITL_S = 0.1
-TP = 4
+RANKS = RoleRanks(prefill=4, decode=4)
 SIMULATED_S = 40.0
 """Of arrivals, where that takes neither too few requests nor too many."""
 SPREAD = 0.5
@@ -50,9 +50,11 @@ MIXED: Policy = partial(Predicting, itl_target_s=ITL_S)
 ALWAYS_REMOTE: Policy = partial(Predicting, always_remote=True, itl_target_s=ITL_S)
 MEAN_BOUND, WORST_BOUND = 0.02, 0.05
 
-AGGREGATED = Deployment(colocated=NUM_DEVICES, chunk="512")
-COLOCATED = Deployment(colocated=NUM_DEVICES)
-SPLIT = tuple(Deployment(prefill=n, decode=NUM_DEVICES - n) for n in range(1, NUM_DEVICES))
+AGGREGATED = Deployment(colocated=NUM_WORKERS, ranks=RANKS, chunk="512")
+COLOCATED = Deployment(colocated=NUM_WORKERS, ranks=RANKS)
+SPLIT = tuple(
+    Deployment(prefill=n, decode=NUM_WORKERS - n, ranks=RANKS) for n in range(1, NUM_WORKERS)
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +145,6 @@ def site() -> GpuSite:
     return GpuSite(
         model=model_named("llama-3.1-70b"),
         gpu=gpu_named("a100"),
-        tp=TP,
         memory_utilization=0.9,
         max_num_seqs=MAX_NUM_SEQS,
         compute_efficiency=COMPUTE_EFFICIENCY,
@@ -208,4 +209,4 @@ def decode_s(prompt: int, output: int) -> float:
 
 def capacity(cell: Cell) -> float:
     """Requests per second of all workers."""
-    return NUM_DEVICES / (prefill_s(cell.prompt) + decode_s(cell.prompt, cell.output))
+    return NUM_WORKERS / (prefill_s(cell.prompt) + decode_s(cell.prompt, cell.output))

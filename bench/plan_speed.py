@@ -46,7 +46,6 @@ def measure(deployment: Deployment, num_requests: int) -> Row:
     site = GpuSite(
         model=model_named("llama-3-8b"),
         gpu=gpu_named("h100"),
-        tp=1,
         memory_utilization=0.9,
         max_num_seqs=256,
         compute_efficiency=COMPUTE_EFFICIENCY,

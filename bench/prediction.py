@@ -28,7 +28,7 @@ from common.types import Role
 from engine.pool_size import landing_of, pool_of
 from router.fleet.routing import Predicting
 from simulator.costs import READ_LATENCY_S, FittedCosts
-from simulator.deployment import AUTO, Deployment, page_layout
+from simulator.deployment import AUTO, Deployment, ownership_of, page_layout
 from simulator.fit import save
 from simulator.host import WorkerSetup
 from simulator.simulation import Simulation
@@ -129,6 +129,7 @@ def setup(role: Role, times: StepTimes) -> WorkerSetup:
         costs=FittedCosts(times=times, read_s=READ_LATENCY_S),
         step_times=times,
         layout=layout,
+        ownership=ownership_of(model, 1),
         num_packed=pool.num_packed,
         num_exact=pool.num_exact,
         chunk_tokens=chunk_tokens,

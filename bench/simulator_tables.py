@@ -63,7 +63,7 @@ def print_prediction(console: Console) -> dict[str, Any]:
 
 def print_grid(console: Console) -> dict[str, Any]:
     table = Table(
-        title=f"goodput, requests/s on {grid.NUM_DEVICES} devices; ITL {1000 * grid.ITL_S:.0f} ms"
+        title=f"goodput, requests/s of {grid.NUM_WORKERS} workers; ITL {1000 * grid.ITL_S:.0f} ms"
     )
     names = ("prompt", "output", "load", "aggregated", "disaggregated", "same fleet", "Tandem")
     for name in (*names, "loss %"):

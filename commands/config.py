@@ -249,7 +249,30 @@ class PlanConfig:
         metavar="NAME",
         shown="none; then --step-times is needed",
     )
-    tp: int = option("GPUs that share the model, for each worker", default=1, metavar="N")
+    tensor_parallel: int = option(
+        "ranks of each worker: GPUs that share the model", default=1, metavar="N"
+    )
+    prefill_tensor_parallel: int | None = option(
+        "the same, for prefill workers", default=None, metavar="N", shown="as --tensor-parallel"
+    )
+    decode_tensor_parallel: int | None = option(
+        "the same, for decode and colocated workers",
+        default=None,
+        metavar="N",
+        shown="as --tensor-parallel",
+    )
+    rank_bandwidth: float | None = option(
+        "from each GPU to the others of its worker, one way",
+        default=None,
+        metavar="GB/S",
+        shown="that of the GPU's own links",
+    )
+    network_bandwidth: float | None = option(
+        "from each GPU to other workers, one way",
+        default=None,
+        metavar="GB/S",
+        shown="that of its platform's NICs",
+    )
     step_times: str | None = option(
         "file of step times measured on a running fleet, instead of --gpu",
         default=None,
@@ -319,13 +342,14 @@ class PlanConfig:
     def __post_init__(self) -> None:
         check_folder_of("json", self.json)
         check_folder_of("plot", self.plot)
-        for name in ("tp", "prompt_tokens", "output_tokens", "max_num_seqs"):
+        for name in ("tensor_parallel", "prefill_tensor_parallel", "decode_tensor_parallel"):
             check_at_least(name, getattr(self, name), 1)
-        for name in ("requests", "gpus"):
+        for name in ("prompt_tokens", "output_tokens", "max_num_seqs", "requests", "gpus"):
             check_at_least(name, getattr(self, name), 1)
         check_at_least("seed", self.seed, 0)
         check_at_least("kv_blocks", self.kv_blocks, 64)
-        for name in ("rate", "ttft", "itl", "gpu_hour_price"):
+        positive = ("rate", "ttft", "itl", "gpu_hour_price", "rank_bandwidth", "network_bandwidth")
+        for name in positive:
             if getattr(self, name) is not None:
                 check_positive(name, getattr(self, name))
         for name, most in (

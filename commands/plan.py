@@ -1,7 +1,7 @@
 """`tandem plan`: reads what is asked, runs the planner, prints its table and a recommendation."""
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +10,21 @@ from rich.table import Table
 
 from commands.config import PlanConfig
 from common.errors import ConfigError
-from simulator.deployment import AUTO, BLOCK_SIZE, GpuSite, MeasuredSite, Site
+from common.model_config import ModelConfig
+from common.options import flag
+from common.ranks import shares
+from common.types import Role
+from simulator.deployment import (
+    AUTO,
+    BLOCK_SIZE,
+    Deployment,
+    GpuSite,
+    MeasuredSite,
+    RoleRanks,
+    Site,
+)
 from simulator.fit import load
-from simulator.hardware import gpu_named, model_named
+from simulator.hardware import GIGA, GPUS_PER_MACHINE, Gpu, gpu_named, model_named
 from simulator.planner import TARGET_SHARE, Plan, Planner, Report, Row, Targets
 from simulator.workload import MalformedTrace, Workload, lognormal, poisson, read_trace
 
@@ -25,10 +37,17 @@ WIDTH = 150
 def run(config: PlanConfig, report: Report) -> int:
     check_choices(config)
     site = site_of(config)
+    ranks = ranks_of(config, site.model)
     workload = workload_of(config, site.model.max_position_embeddings, report)
     targets = Targets(ttft_s=config.ttft, itl_s=config.itl)
     planner = Planner(
-        site, workload, targets, chunks=config.chunks, codecs=config.codecs, report=report
+        site,
+        workload,
+        targets,
+        ranks=ranks,
+        chunks=config.chunks,
+        codecs=config.codecs,
+        report=report,
     )
     plan = planner.plan(config.gpus)
     console = Console(width=WIDTH)
@@ -52,8 +71,10 @@ def site_of(config: PlanConfig) -> Site:
         raise ConfigError("give either --gpu or --step-times")
     if (config.step_times is None) != (config.kv_blocks is None):
         raise ConfigError("--step-times and --kv-blocks go together")
-    if config.step_times is not None and config.tp != 1:
-        raise ConfigError("--tp is for --gpu; step times are those of whole workers")
+    if config.step_times is not None and asks_for_gpus(config):
+        raise ConfigError(
+            "--tensor-parallel and bandwidths are for --gpu; step times are those of whole workers"
+        )
     model = model_named(config.model)
     if config.step_times is not None:
         assert config.kv_blocks is not None
@@ -63,19 +84,52 @@ def site_of(config: PlanConfig) -> Site:
             num_blocks=config.kv_blocks,
             max_num_seqs=config.max_num_seqs,
         )
-    assert config.gpu is not None
-    if model.num_kv_heads % config.tp:
-        raise ConfigError(
-            f"--tp is {config.tp}; it must divide the model's {model.num_kv_heads} KV heads"
-        )
     return GpuSite(
         model=model,
-        gpu=gpu_named(config.gpu),
-        tp=config.tp,
+        gpu=gpu_of(config),
         memory_utilization=config.gpu_memory_utilization,
         max_num_seqs=config.max_num_seqs,
         compute_efficiency=config.compute_efficiency,
         bandwidth_efficiency=config.bandwidth_efficiency,
+    )
+
+
+def asks_for_gpus(config: PlanConfig) -> bool:
+    """For what only --gpu knows."""
+    given = (
+        config.prefill_tensor_parallel,
+        config.decode_tensor_parallel,
+        config.rank_bandwidth,
+        config.network_bandwidth,
+    )
+    return config.tensor_parallel != 1 or any(value is not None for value in given)
+
+
+def gpu_of(config: PlanConfig) -> Gpu:
+    assert config.gpu is not None
+    gpu = gpu_named(config.gpu)
+    if config.rank_bandwidth is not None:
+        gpu = replace(gpu, rank_bandwidth=config.rank_bandwidth * GIGA)
+    if config.network_bandwidth is not None:
+        gpu = replace(gpu, network_bandwidth=config.network_bandwidth * GIGA)
+    return gpu
+
+
+def ranks_of(config: PlanConfig, model: ModelConfig) -> RoleRanks:
+    """Raises ConfigError where the model's heads cannot be dealt so."""
+
+    def checked(name: str, given: int | None) -> int:
+        count = config.tensor_parallel if given is None else given
+        try:
+            shares(count, model.num_heads, model.num_kv_heads)
+        except ConfigError as error:
+            reason = error.message if given is None else f"{flag(name)}: {error.message}"
+            raise ConfigError(reason, param=error.param) from error
+        return count
+
+    return RoleRanks(
+        prefill=checked("prefill_tensor_parallel", config.prefill_tensor_parallel),
+        decode=checked("decode_tensor_parallel", config.decode_tensor_parallel),
     )
 
 
@@ -143,7 +197,7 @@ def table_of(plan: Plan, config: PlanConfig, workload: Workload) -> Table:
 def place(config: PlanConfig) -> str:
     if config.step_times is not None:
         return f"steps as in {config.step_times}"
-    return f"{config.tp} x {config.gpu} per worker"
+    return f"{config.gpu} GPUs"
 
 
 def cells(row: Row, config: PlanConfig) -> list[str]:
@@ -173,20 +227,46 @@ def advice(plan: Plan, config: PlanConfig) -> list[str]:
             f"No deployment keeps {TARGET_SHARE:.0%} of the requests to the targets; nearest is"
             f" {best.deployment.shape} with {best.share_met:.0%}. Give more --gpus or relax them."
         ]
-    deployment = chosen.deployment
-    options = f"--chunk-tokens {deployment.chunk} --kv-codec {deployment.codec}"
     gpus = "1 GPU" if chosen.num_gpus == 1 else f"{chosen.num_gpus} GPUs"
-    line = f"Recommended: {deployment.shape} ({gpus}), {options}"
-    if config.tp == 1:
-        line += (
-            f"; on one machine:\ntandem serve --prefill {deployment.prefill} --decode"
-            f" {deployment.decode} --colocated {deployment.colocated} {options}"
-        )
-    else:
-        line += "; the simulator knows tensor parallelism, workers do not have it yet"
-    if plan.rows and any(row.num_failed for row in plan.rows):
-        line += "\nSome deployments refused requests (they count as not met)."
-    return [line]
+    options = f"--chunk-tokens {chosen.deployment.chunk} --kv-codec {chosen.deployment.codec}"
+    lines = [
+        f"Recommended: {chosen.deployment.shape} ({gpus}), {options}",
+        *memory_lines(chosen),
+        *commands_of(chosen.deployment, options),
+    ]
+    if any(row.num_failed for row in plan.rows):
+        lines.append("Some deployments refused requests (they count as not met).")
+    return lines
+
+
+def memory_lines(row: Row) -> list[str]:
+    return [
+        f"Memory of a {role} worker's rank: {memory.weights / GIGA:.1f} GB of weights,"
+        f" {memory.pages / GIGA:.1f} GB of pages"
+        for role, memory in row.rank_memory.items()
+    ]
+
+
+def commands_of(deployment: Deployment, options: str) -> list[str]:
+    """One command where it is one machine and all workers are alike; else one for each role."""
+    ranks = {deployment.ranks.of(role) for role in deployment.counts}
+    if len(ranks) == 1 and deployment.num_gpus <= GPUS_PER_MACHINE:
+        return [
+            "On one machine:",
+            f"tandem serve --prefill {deployment.prefill} --decode {deployment.decode} --colocated"
+            f" {deployment.colocated}{rank_option(*ranks)} {options}",
+        ]
+    lines = ["Beside a `tandem router` that is told their addresses, so many times:"]
+    for role, count in deployment.counts.items():
+        command = "prefill" if role is Role.PREFILL else "decode"
+        colocated = " --colocated" if role is Role.COLOCATED else ""
+        ranks_given = rank_option(deployment.ranks.of(role))
+        lines.append(f"{count} x  tandem {command} --model DIR{colocated}{ranks_given} {options}")
+    return lines
+
+
+def rank_option(num_ranks: int) -> str:
+    return "" if num_ranks == 1 else f" --tensor-parallel {num_ranks}"
 
 
 def numbers_of(plan: Plan, config: PlanConfig) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from decode_worker.scheduler import BatchScheduler
 from kvtransfer.destination import Fact, Landed, ReadEnded, StreamEnded
 from kvtransfer.landing import LandingZone
 from kvtransfer.transport import ReadEnd
+from simulator import lanes
 from simulator.clients import Clients
 from simulator.events import EventQueue
 from simulator.host import LATENCY_S, MODEL_FINGERPRINT, Host, WorkerSetup, sampled
@@ -68,6 +69,9 @@ class DecodeHost(Host):
         self._deliver = deliver
         self._at_once = at_once
         self._pulls: dict[do.PullId, Pull] = {}
+        self._read_share = lanes.read_share(setup.ownership)
+        self._sent_shares: dict[str, float] = {}
+        """By the source's address."""
         self._stretch: _Stretch | None = None
         self._step_ends_at = 0.0
         self._outbox: list[object] = []
@@ -256,21 +260,32 @@ class DecodeHost(Host):
         self._wake()
 
     def _read(self, action: do.Read) -> None:
-        """Both NICs serve one read after the other."""
+        """Either side's NICs serve one read after the other, each rank's its own records; the side
+        that takes longer decides when the read ends.
+        """
         source = self._pulls[action.pull].source
         num_bytes = sum(self.page_bytes[page.kind] for page in action.read.pages)
         begin = max(self.events.now, self.link_free_at, source.link_free_at)
-        end = begin + self.setup.costs.transfer_s(num_bytes)
-        self.link_free_at = source.link_free_at = end
+        transfer_s = self.setup.costs.transfer_s
+        self.link_free_at = begin + transfer_s(num_bytes * self._read_share)
+        source.link_free_at = begin + transfer_s(num_bytes * self._sent_share(source))
+        end = max(self.link_free_at, source.link_free_at)
         self.events.send(end, self._read_ended, action)
+
+    def _sent_share(self, source: PrefillHost) -> float:
+        found = self._sent_shares.get(source.address)
+        if found is None:
+            found = lanes.sent_share(self.setup.ownership, source.setup.ownership)
+            self._sent_shares[source.address] = found
+        return found
 
     def _read_ended(self, action: do.Read) -> None:
         self.settle()
         self._on(action.pull, ReadEnded(read_id=action.read.read_id, end=ReadEnd.DONE))
 
     def _land(self, action: do.Land) -> None:
-        """On the device: after the step in flight, before the next one."""
-        num_bytes = sum(self.page_bytes[move.kind] for move in action.land.moves)
+        """On the devices: after the step in flight, before the next one."""
+        num_bytes = self._read_share * sum(self.page_bytes[move.kind] for move in action.land.moves)
         begin = max(self.events.now, self.device_free_at)
         if self._plan is not None:
             begin = max(begin, self._step_ends_at)

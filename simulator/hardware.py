@@ -13,6 +13,8 @@ from common.model_config import ModelConfig
 
 TERA, GIGA = 1e12, 1e9
 NIC_200G, NIC_400G = 25 * GIGA, 50 * GIGA
+GPUS_PER_MACHINE = 8
+"""Of every platform below: DGX A100, H100, H200 and B200, AMD's MI300X platform."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,9 +26,10 @@ class Gpu:
     fp8_flops: float
     memory_bytes: float
     memory_bandwidth: float
-    nvlink_bandwidth: float
+    rank_bandwidth: float
     """To the other GPUs of the same machine (NVLink, or AMD's Infinity Fabric)."""
-    nic_bandwidth: float
+    network_bandwidth: float
+    """Of its NIC, to other workers."""
 
     def flops(self, dtype: str) -> float:
         """Peak for products of that element type."""

@@ -11,6 +11,7 @@ from typing import Final
 from common.layout_facts import LayoutFacts
 from common.messages import KvEvents, WorkerState
 from common.pages import NO_FINGERPRINT, PageKind, PageLayout
+from common.ranks import Ownership
 from common.scheduling.kv_cache import KvCache
 from common.scheduling.plan import StepPlan, StepResult
 from common.scheduling.step_time import StepTimes
@@ -36,13 +37,15 @@ class WorkerSetup:
     step_times: StepTimes
     """What it tells the router about its steps."""
     layout: PageLayout
+    """Of whole pages."""
+    ownership: Ownership
+    """What each of its ranks holds of them."""
     num_packed: int
     num_exact: int
     chunk_tokens: int
     max_num_seqs: int
     max_model_len: int
     is_chunk_auto: bool = False
-    num_gpus: int = 1
     max_waiting: int = 1_000_000
     num_landing_packed: int = 256
     num_landing_exact: int = 16
@@ -82,7 +85,7 @@ class Host:
         self._watch = WatchService(identity, self._load, self.cache.feed)
         self.record = WorkerRecord(self.address)
         self.link_free_at = 0.0
-        """When the NIC has read, or handed out, all that was asked for so far."""
+        """When the NICs have read, or handed out, all that was asked for so far."""
         self.device_free_at = 0.0
         self.page_bytes = {kind: setup.layout.page_bytes(kind) for kind in PageKind}
         self._plan: StepPlan | None = None

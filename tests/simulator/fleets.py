@@ -49,6 +49,7 @@ def worker(role: Role, num_packed: int = 1000, **settings: Any) -> WorkerSetup:
         "costs": COSTS,
         "step_times": TIMES,
         "layout": layout(),
+        "ownership": ((0, 1),),
         "num_packed": pool.num_packed,
         "num_exact": pool.num_exact,
         "chunk_tokens": chunk_tokens,

@@ -17,7 +17,7 @@ from simulator.hardware import GPUS, MODELS, gpu_named, model_named
 from tests.simulator.fleets import TIMES
 
 
-def roofline(model: str, gpu: str, tp: int = 1, codec: str = "bf16", **rates: Any) -> Roofline:
+def roofline(model: str, gpu: str, ranks: int = 1, codec: str = "bf16", **rates: Any) -> Roofline:
     config = model_named(model)
     layout = PageLayout(
         num_layers=config.num_layers,
@@ -26,7 +26,7 @@ def roofline(model: str, gpu: str, tp: int = 1, codec: str = "bf16", **rates: An
         head_dim=config.head_dim,
         codec=codec_named(codec),
     )
-    return Roofline(gpu=gpu_named(gpu), model=config, layout=layout, tp=tp, **rates)
+    return Roofline(gpu=gpu_named(gpu), model=config, layout=layout, num_ranks=ranks, **rates)
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_a_long_chunk_is_bound_by_compute_and_grows_with_its_context() -> None:
 
 def test_more_gpus_are_faster_but_pay_for_all_reduces() -> None:
     shape = StepShape(num_prefill_tokens=2048, num_pairs=num_pairs(0, 2048))
-    one, four = (roofline("llama-3-70b", "h100", tp).step_s(shape) for tp in (1, 4))
+    one, four = (roofline("llama-3-70b", "h100", ranks).step_s(shape) for ranks in (1, 4))
     assert one / 4 < four < one / 2.5
 
 

@@ -2,20 +2,22 @@
 
 import pytest
 
-from bench import grid
+from bench import grid, splits
 from bench.load import Seen
-from bench.table import (
+from bench.published import (
     AT_ONCE,
     PUBLISHED,
-    column_of,
-    errors,
+    deviations,
     kv_bytes,
     legacy_system,
     our_system,
     simulated,
     waste,
 )
+from bench.table import column_of
+from common.types import Role
 from router.fleet.routing import LeastLoaded
+from simulator.deployment import Deployment, RankMemory, RoleRanks
 
 
 def test_both_rows_have_the_same_kv_memory() -> None:
@@ -40,7 +42,7 @@ def test_more_requests_run_and_none_stalls_in_the_same_memory() -> None:
     assert legacy.spikes is not None
     assert ours.spikes is not None
     assert ours.spikes < 0.25 * legacy.spikes
-    assert "output tokens/s" in errors(ours, PUBLISHED[1])[1]
+    assert "output tokens/s" in deviations(ours, PUBLISHED[1])[1]
 
 
 def test_a_measured_column_counts_what_clients_saw() -> None:
@@ -76,3 +78,47 @@ def test_so_little_load_is_no_matter_to_any_system() -> None:
     ):
         found = grid.goodput(few, deployment, policy, seed=1, share=0.2)
         assert found == pytest.approx(offered, rel=0.3)
+
+
+def test_splits_are_all_fleets_of_eight_ranks() -> None:
+    fleets = list(splits.fleets())
+    names = [fleet.shape for fleet in fleets]
+    assert {fleet.num_gpus for fleet in fleets} == {8}
+    assert len(set(names)) == len(names)
+    assert {"2 x P2 + 1 x D4", "1 x P4 + 1 x D4", "1 x P2 + 1 x D6", "2 x C4", "1 x C8"} <= set(
+        names
+    )
+    # 141 GB on two H100 leave no room; on two H200 they do
+    assert [fleet.shape for fleet in splits.fitting("h100")] == [
+        "2 x C4",
+        "1 x C8",
+        "1 x P3 + 1 x D5",
+        "1 x P4 + 1 x D4",
+        "1 x P5 + 1 x D3",
+    ]
+    assert len(splits.fitting("h200")) == 15
+
+
+@pytest.mark.parametrize("capacity", [0.6, 3.7, 18.0])
+def test_goodput_is_the_highest_rate_that_keeps_to_the_targets(capacity: float) -> None:
+    found = splits.highest(lambda rate: rate <= capacity)
+    assert capacity / (1 + splits.PRECISION) <= found <= capacity
+
+
+def test_goodput_is_nothing_where_the_lowest_rate_misses() -> None:
+    assert splits.highest(lambda _: False) == 0.0
+
+
+def test_the_best_split_of_each_load_stands_out() -> None:
+    rows = [
+        splits.Row(
+            gpu="h100",
+            deployment=Deployment(colocated=2, ranks=RoleRanks(prefill=4, decode=4)),
+            memory={Role.COLOCATED: RankMemory(weights=35.3e9, pages=30.3e9)},
+            goodput=dict.fromkeys(splits.LOADS, rate),
+        )
+        for rate in (2.0, 3.5)
+    ]
+    written = splits.markdown(rows)
+    assert "| 2 x C4 | colocated: 35.3 + 30.3 | 2.00 | 2.00 | 2.00 |" in written
+    assert "| 2 x C4 | colocated: 35.3 + 30.3 | **3.50** | **3.50** | **3.50** |" in written
