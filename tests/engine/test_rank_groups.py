@@ -283,10 +283,12 @@ def test_followers_end_with_the_group(tmp_path: Path) -> None:
 def test_a_follower_that_cannot_start_says_why(tmp_path: Path) -> None:
     path = make_tiny_model(tmp_path, "llama").path
     config = config_of(path, 2)
-    with RankGroup(config, PROGRAM) as group:
-        (path / "model.safetensors").rename(tmp_path / "elsewhere")
-        with pytest.raises(UnsupportedModel, match=r"rank 1: .* has neither model.safetensors"):
-            group.wait_ready()
+    (path / "model.safetensors").rename(tmp_path / "elsewhere")
+    with (
+        RankGroup(config, PROGRAM) as group,
+        pytest.raises(UnsupportedModel, match=r"rank 1: .* has neither model.safetensors"),
+    ):
+        group.wait_ready()
     with (
         RankGroup(config, ("false",)) as group,
         pytest.raises(RankLost, match="rank 1 ended with 1 while it started"),
