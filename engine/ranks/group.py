@@ -9,6 +9,7 @@ One rank's end is the worker's end. A follower goes when the connection to rank 
 kernel kills it when rank 0 dies.
 """
 
+import contextlib
 import os
 import signal
 import socket
@@ -107,8 +108,12 @@ class RankGroup:
         self._on_lost: Callable[[str], None] | None = None
 
     def __enter__(self) -> Self:
-        for rank in range(1, self._config.num_ranks):
-            self._members.append(self._start(rank))
+        try:
+            for rank in range(1, self._config.num_ranks):
+                self._members.append(self._start(rank))
+        except OSError as error:
+            self.__exit__(type(error), error, None)
+            raise
         return self
 
     def __exit__(
@@ -178,7 +183,8 @@ class RankGroup:
             store=self.shared.store,
             has_transfers=self._has_transfers,
         )
-        ours.send_bytes(start.pack())
+        with contextlib.suppress(OSError):  # it has ended already: `wait_ready` says how
+            ours.send_bytes(start.pack())
         return _Follower(process, ours, transfers)
 
     def _environment(self, rank: int) -> dict[str, str]:
