@@ -51,6 +51,15 @@ class StepBatch:
     unread_places: NDArray[np.int64] = field(default_factory=lambda: _NOTHING)
     """[len(unread_rows)], in these places."""
 
+    def own_tables(self, block_size: int) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
+        """`runs`, and no more of `tables` than they read: [requests of the step, blocks of the
+        longest], in which the runs' table rows count.
+        """
+        runs = self.runs.copy()
+        used, runs[:, 3] = np.unique(runs[:, 3], return_inverse=True)
+        last_blocks = (runs[:, 2] + runs[:, 1] - 1) // block_size
+        return runs, self.tables[used, : int(last_blocks.max()) + 1]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoredRows:

@@ -73,10 +73,8 @@ class DeviceStep:
 
 
 def columns_of(batch: StepBatch, block_size: int) -> StepColumns:
-    runs = batch.runs.copy()
+    runs, tables = batch.own_tables(block_size)
     assert runs.shape[1] == RUN_FIELDS
-    used, runs[:, 3] = np.unique(runs[:, 3], return_inverse=True)
-    last_blocks = (runs[:, 2] + runs[:, 1] - 1) // block_size
     is_decode = runs[:, 1] == 1
     return StepColumns(
         token_ids=batch.token_ids,
@@ -85,7 +83,7 @@ def columns_of(batch: StepBatch, block_size: int) -> StepColumns:
         chunk_runs=runs[~is_decode],
         decode_runs=runs[is_decode],
         wanted=batch.wanted,
-        tables=batch.tables[used, : int(last_blocks.max()) + 1],
+        tables=tables,
         unread_rows=batch.unread_rows,
         unread_places=batch.unread_places,
     )

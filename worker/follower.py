@@ -35,13 +35,13 @@ def main(arguments: list[str]) -> int:
     die_with(parent)
     for number in (signal.SIGINT, signal.SIGTERM):  # rank 0 says when it is over
         signal.signal(number, signal.SIG_IGN)
+    connection = Connection(connection_number)
+    start = RankStart.unpack(connection.recv_bytes())
     logging.basicConfig(
-        level=logging.INFO,
+        level=start.log_level,
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
         stream=sys.stderr,
     )
-    connection = Connection(connection_number)
-    start = RankStart.unpack(connection.recv_bytes())
     board = Board(start.sizes, board_number)
     transfers = socket.socket(fileno=transfers_number)
     try:

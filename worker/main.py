@@ -206,7 +206,7 @@ async def _open(
     group = ranks.enter_context(open_group(engine, has_transfers=config.role != "colocated"))
     runner, sizes = await thread.run(open_runner, engine, plan, group)
     if group is not None:
-        group.watch(die)
+        group.when_lost(die)
         _log_memory(sizes)
     for rank, memory in enumerate(sizes.memory):
         metrics.rank_memory.labels(str(rank), "weights").set(memory.weights)

@@ -39,10 +39,7 @@ class Forward:
         cls, batch: StepBatch, num_layers: int | None, num_latest: int, block_size: int
     ) -> "Forward":
         """With no more of the block tables than the step reads."""
-        runs = batch.runs.copy()
-        used, runs[:, 3] = np.unique(runs[:, 3], return_inverse=True)
-        last_blocks = (runs[:, 2] + runs[:, 1] - 1) // block_size
-        tables = np.ascontiguousarray(batch.tables[used, : int(last_blocks.max()) + 1])
+        runs, tables = batch.own_tables(block_size)
         return cls(
             batch.token_ids,
             batch.positions,

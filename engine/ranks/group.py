@@ -3,13 +3,14 @@
     with RankGroup(config, program) as group:      # they load while rank 0 loads
         runner = load_runner(config, shared=group.shared, followers=group.followers)
         group.wait_ready()
-        group.watch(on_lost)
+        group.when_lost(on_lost)
 
 One rank's end is the worker's end. A follower goes when the connection to rank 0 ends, and the
 kernel kills it when rank 0 dies.
 """
 
 import contextlib
+import logging
 import os
 import signal
 import socket
@@ -52,20 +53,22 @@ class RankStart:
     store: Path
     has_transfers: bool
     """Other workers read its pages, or it theirs."""
+    log_level: int
 
     def pack(self) -> bytes:
-        places = [asdict(self.sizes), str(self.store), self.has_transfers]
+        places = [asdict(self.sizes), str(self.store), self.has_transfers, self.log_level]
         return pack([self.rank, self.config.fields(), *places])
 
     @classmethod
     def unpack(cls, data: bytes) -> "RankStart":
-        rank, fields, sizes, store, has_transfers = unpack(data)
+        rank, fields, sizes, store, has_transfers, log_level = unpack(data)
         return cls(
             rank=rank,
             config=EngineConfig.of_fields(fields),
             sizes=BoardSizes(**sizes),
             store=Path(store),
             has_transfers=has_transfers,
+            log_level=log_level,
         )
 
 
@@ -105,12 +108,17 @@ class RankGroup:
         self.shared = Shared(board=self.board, store=Path(self._folder.name) / "store")
         self._members: list[_Follower] = []
         self._is_closing = False
-        self._on_lost: Callable[[str], None] | None = None
+        self._lock = threading.Lock()
+        self._lost: str | None = None
+        self._on_lost: Callable[[str], None] = lambda reason: None
 
     def __enter__(self) -> Self:
         try:
             for rank in range(1, self._config.num_ranks):
-                self._members.append(self._start(rank))
+                member = self._start(rank)
+                self._members.append(member)
+                arguments = (rank, member.process)
+                threading.Thread(target=self._wait_for, args=arguments, daemon=True).start()
         except OSError as error:
             self.__exit__(type(error), error, None)
             raise
@@ -136,6 +144,7 @@ class RankGroup:
                 member.process.kill()
                 member.process.wait()
         self._folder.cleanup()
+        os.close(self.board.descriptor)  # the memory stays for whoever still sees it
 
     @property
     def followers(self) -> Followers:
@@ -156,14 +165,15 @@ class RankGroup:
         """Raises what a follower could not start for, or RankLost."""
         return [self._report(rank + 1, member) for rank, member in enumerate(self._members)]
 
-    def watch(self, on_lost: Callable[[str], None]) -> None:
-        """From now on: `on_lost` is called with what happened, in a thread of its own, when a
-        follower ends before the group is closed.
+    def when_lost(self, on_lost: Callable[[str], None]) -> None:
+        """`on_lost` is called with what happened when a follower ends before the group is closed:
+        in a thread of its own, or at once if one has. Until then steps raise RankLost.
         """
-        self._on_lost = on_lost
-        for rank, member in enumerate(self._members):
-            arguments = (rank + 1, member.process)
-            threading.Thread(target=self._wait_for, args=arguments, daemon=True).start()
+        with self._lock:
+            self._on_lost = on_lost
+            lost = self._lost
+        if lost is not None:
+            on_lost(lost)
 
     def _start(self, rank: int) -> _Follower:
         ours, theirs = Pipe()
@@ -182,6 +192,7 @@ class RankGroup:
             sizes=self.board.sizes,
             store=self.shared.store,
             has_transfers=self._has_transfers,
+            log_level=logging.getLogger().getEffectiveLevel(),
         )
         with contextlib.suppress(OSError):  # it has ended already: `wait_ready` says how
             ours.send_bytes(start.pack())
@@ -209,10 +220,13 @@ class RankGroup:
 
     def _wait_for(self, rank: int, process: "subprocess.Popen[bytes]") -> None:
         code = process.wait()
-        if not self._is_closing:
-            self.board.lose()
-            assert self._on_lost is not None
-            self._on_lost(f"rank {rank} {ended(code)}")
+        if self._is_closing:
+            return
+        self.board.lose()
+        with self._lock:
+            reason = self._lost = self._lost or f"rank {rank} {ended(code)}"
+            on_lost = self._on_lost
+        on_lost(reason)
 
 
 def board_sizes(config: EngineConfig, model: ModelConfig) -> BoardSizes:

@@ -244,7 +244,7 @@ def test_a_rank_that_dies_is_noticed(tmp_path: Path) -> None:
     path = make_tiny_model(tmp_path, "llama").path
     said: queue.Queue[str] = queue.Queue()
     with group_of(path, 2) as (group, runner):
-        group.watch(said.put)
+        group.when_lost(said.put)
         driver = Driver(runner)
         driver.add("a", list(range(40)), max_tokens=4)
         driver.step()
@@ -254,12 +254,24 @@ def test_a_rank_that_dies_is_noticed(tmp_path: Path) -> None:
             driver.run()
 
 
+def test_a_rank_that_dies_before_anybody_listens_is_noticed(tmp_path: Path) -> None:
+    """While the worker tests itself, say: nobody waits for ever, and it is told afterwards."""
+    path = make_tiny_model(tmp_path, "llama").path
+    said: queue.Queue[str] = queue.Queue()
+    with group_of(path, 2) as (group, runner):
+        os.kill(group.pids[0], signal.SIGKILL)
+        with pytest.raises(RankLost):
+            runner.self_test()
+        group.when_lost(said.put)
+        assert said.get(timeout=30) == "rank 1 was killed by SIGKILL"
+
+
 def test_a_frozen_rank_does_not_keep_the_others_busy_for_ever(tmp_path: Path) -> None:
     """Rank 0 waits for it, asleep, until it is killed."""
     path = make_tiny_model(tmp_path, "llama").path
     said: queue.Queue[str] = queue.Queue()
     with group_of(path, 2) as (group, runner):
-        group.watch(said.put)
+        group.when_lost(said.put)
         driver = Driver(runner)
         driver.add("a", list(range(40)), max_tokens=4)
         os.kill(group.pids[0], signal.SIGSTOP)
