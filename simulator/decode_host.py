@@ -70,8 +70,6 @@ class DecodeHost(Host):
         self._at_once = at_once
         self._pulls: dict[do.PullId, Pull] = {}
         self._read_share = lanes.read_share(setup.ownership)
-        self._sent_shares: dict[str, float] = {}
-        """By the source's address."""
         self._stretch: _Stretch | None = None
         self._step_ends_at = 0.0
         self._outbox: list[object] = []
@@ -267,17 +265,11 @@ class DecodeHost(Host):
         num_bytes = sum(self.page_bytes[page.kind] for page in action.read.pages)
         begin = max(self.events.now, self.link_free_at, source.link_free_at)
         transfer_s = self.setup.costs.transfer_s
+        sent_share = lanes.sent_share(self.setup.ownership, source.setup.ownership)
         self.link_free_at = begin + transfer_s(num_bytes * self._read_share)
-        source.link_free_at = begin + transfer_s(num_bytes * self._sent_share(source))
+        source.link_free_at = begin + transfer_s(num_bytes * sent_share)
         end = max(self.link_free_at, source.link_free_at)
         self.events.send(end, self._read_ended, action)
-
-    def _sent_share(self, source: PrefillHost) -> float:
-        found = self._sent_shares.get(source.address)
-        if found is None:
-            found = lanes.sent_share(self.setup.ownership, source.setup.ownership)
-            self._sent_shares[source.address] = found
-        return found
 
     def _read_ended(self, action: do.Read) -> None:
         self.settle()

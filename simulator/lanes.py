@@ -4,6 +4,7 @@ Each rank reads its own heads' records over its own NIC, from ranks that hold th
 says from which); the NIC with most to do decides how long a read takes.
 """
 
+import functools
 from collections import Counter
 
 from common.ranks import Ownership, sources_of
@@ -14,6 +15,7 @@ def read_share(readers: Ownership) -> float:
     return max(map(len, readers)) / num_heads(readers)
 
 
+@functools.cache
 def sent_share(readers: Ownership, sources: Ownership) -> float:
     """Of the source's rank that is read from most. Several readers may hold one head: each reads
     it for itself.
