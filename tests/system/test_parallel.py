@@ -177,6 +177,7 @@ def test_a_stream_survives_the_loss_of_a_rank(demo_model: Path, number: signal.S
     with serving(*two, "--prefill", "1", "--decode", "2", *REMOTE) as served:
         assert wait_for(lambda: len(served.fleet()) == 3, 60)
         wanted = ask(served, prompt, 400)
+        served.wait_until_at_rest()  # else the fleet's view may still name that worker as busy
         with ThreadPoolExecutor(1) as thread:
             found = thread.submit(ask, served, prompt, 400)
             busy: list[dict[str, Any]] = []
